@@ -1,0 +1,39 @@
+# Everything a contributor runs. The environment is made once and again when its inputs change.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+# One BLAS thread a process: tests and demo start several ranks on few cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: test demo lint bench clean
+
+# Lint first: it is quick. The suite comes last, so that the log ends with its summary.
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo/run.py
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/run.py
+
+# The constraint holds for the build environment too, where hatchling is installed. A virtual
+# environment whose making was cut short has no stamp and is made anew.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(VENV)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install --quiet \
+		--disable-pip-version-check -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
