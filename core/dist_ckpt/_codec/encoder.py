@@ -1,0 +1,174 @@
+"""From a value to its document.
+
+Here: ``encode``. Not here: the way back (``decoder``), single types (``table``).
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import pickle
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dist_ckpt._codec.names import MAX_DEPTH, escape, render
+from dist_ckpt._codec.table import BY_CLASS, FACTORIES, NUMPY_SCALAR, to_base64
+from dist_ckpt.errors import InvalidShardingError
+
+__all__ = ["Encoded", "encode"]
+
+_INT_LIMIT: Final = 2**63  # larger integers are not for every JSON parser, nor fast in python's
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What ``encode`` returns.
+
+    Attributes:
+        document: Nested JSON types only; ``json.dumps(document)`` always works.
+        tensors: The tensors that the document refers to by position, detached.
+    """
+
+    document: Any
+    tensors: tuple[torch.Tensor, ...]
+
+
+def encode(value: object, *, path: str = "") -> Encoded:
+    """Turn a value into a JSON document and the tensors in it.
+
+    Args:
+        value: Any nesting of the supported types; others are pickled.
+        path: Name of the value in error messages.
+
+    Raises:
+        InvalidShardingError: Something cannot be stored: it contains itself, is too deep, is a
+            tensor of a special class, or cannot be pickled. All such places are named at once.
+    """
+    encoder = Encoder()
+    document = encoder.value(value)
+    if encoder.problems:
+        problems = "; ".join(
+            f"{render(path, trail) or 'the value'}: {text}" for trail, text in encoder.problems
+        )
+        raise InvalidShardingError(f"cannot store {len(encoder.problems)} value(s): {problems}")
+    return Encoded(document, tuple(encoder.tensors))
+
+
+def _stands_for_itself(value: object) -> bool:
+    kind = type(value)
+    if value is None or kind is bool:
+        return True
+    if isinstance(value, str):
+        return kind is str and _is_text(value)
+    if isinstance(value, int):
+        return kind is int and -_INT_LIMIT <= value < _INT_LIMIT
+    return kind is float and isinstance(value, float) and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    """Whether this is a plain string that JSON keeps: two lone surrogates would be joined."""
+    if type(value) is not str:
+        return False
+    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+class Encoder:
+    """One run of ``encode``: the tensors met, the places that failed, and where we are."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.problems: list[tuple[tuple[Any, ...], str]] = []
+        self._trail: list[Any] = []
+        self._open: set[int] = set()  # ids of the containers we are inside of
+        # The tensor itself is kept with its number: an id is only unique while its owner lives.
+        self._numbers: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def value(self, value: object) -> Any:
+        """Return the document of one value."""
+        if _stands_for_itself(value):
+            return value
+        if id(value) in self._open:
+            return self._fail("contains itself")
+        if len(self._open) >= MAX_DEPTH:
+            return self._fail(f"nested deeper than {MAX_DEPTH} levels")
+        self._open.add(id(value))
+        document = self._compound(value)
+        self._open.remove(id(value))
+        return document
+
+    def _fail(self, text: str) -> None:
+        self.problems.append((tuple(self._trail), text))
+
+    def _child(self, step: object, value: object) -> Any:
+        self._trail.append(step)
+        document = self.value(value)
+        self._trail.pop()
+        return document
+
+    def _compound(self, value: object) -> Any:
+        if type(value) is list:
+            return [self._child(i, item) for i, item in enumerate(value)]
+        if isinstance(value, dict) and (document := self._mapping(value)) is not None:
+            return document
+        if isinstance(value, torch.Tensor):
+            document = self._tensor(value)
+            if type(value) is torch.nn.Parameter:
+                return {"$parameter": [document, value.requires_grad]}
+            return document
+        rule = BY_CLASS.get(type(value))
+        if rule is None and isinstance(value, np.generic):
+            rule = NUMPY_SCALAR
+        payload = rule.dump(value) if rule else NotImplemented
+        if rule is None or payload is NotImplemented:
+            return self._pickle(value)
+        inner = self.value(payload)
+        if rule.cls in {set, frozenset} and isinstance(inner, list):
+            inner.sort(key=json.dumps)  # the order of a set differs from process to process
+        return {rule.tag: inner}
+
+    def _mapping(self, value: dict[Any, Any]) -> Any:
+        kind = type(value)
+        if kind is dict and all(map(_is_text, value)):
+            return {escape(key): self._child(key, item) for key, item in value.items()}
+        if kind is dict:
+            return {"$dict": self._pairs(value)}
+        if kind is collections.OrderedDict:
+            return {"$ordered_dict": self._pairs(value)}
+        if kind is collections.Counter:
+            return {"$counter": self._pairs(value)}
+        if isinstance(value, collections.defaultdict) and kind is collections.defaultdict:
+            factory = value.default_factory
+            name = getattr(factory, "__name__", None)
+            if factory is None or (name and FACTORIES.get(name) is factory):
+                return {"$defaultdict": [name, self._pairs(value)]}
+        return None
+
+    def _pairs(self, value: dict[Any, Any]) -> list[list[Any]]:
+        return [[self._child(k, k), self._child(k, item)] for k, item in value.items()]
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        if type(value) not in {torch.Tensor, torch.nn.Parameter}:
+            return self._fail(
+                f"is a {type(value).__name__}: describe it as a ShardedTensor (dist_ckpt.derive) "
+                "or store a plain tensor"
+            )
+        if value.is_meta:
+            return self._fail("is a tensor on the meta device, which has no data")
+        if value.layout is not torch.strided or value.is_quantized:
+            return self._pickle(value.detach())
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = (value, len(self.tensors))
+            self.tensors.append(value.detach().resolve_conj().resolve_neg())
+        return {"$tensor": self._numbers[id(value)][1]}
+
+    def _pickle(self, value: object) -> Any:
+        name = f"{type(value).__module__}.{type(value).__qualname__}"
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:  # noqa: BLE001 - __reduce__ may raise anything; reported by path
+            return self._fail(f"{name} cannot be pickled: {error}")
+        return {"$pickle": {"type": name, "data": to_base64(data)}}
