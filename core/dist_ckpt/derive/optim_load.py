@@ -1,0 +1,361 @@
+"""Loading optimizer state: what to ask of a checkpoint, and giving the answer to the optimizer.
+
+Here: ``optimizer_template`` (from what the checkpoint has, never from a dummy step) and
+``load_optimizer_state``. Not here: what is stored (``derive.optim``), reading. Called by the
+training-state code and by users, on every rank, locally: nothing communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dist_ckpt.derive.ddp import replicated_layout
+from dist_ckpt.derive.dtensor import local_of, wrap_like
+from dist_ckpt.derive.layout import ModelLayout, TensorLayout
+from dist_ckpt.derive.optim import (
+    OPAQUE,
+    opaque_key,
+    opaque_object,
+    plain_object,
+    scalar_layout,
+    state_key,
+)
+from dist_ckpt.derive.slots import Slot, optimizer_slots, unwrap_optimizer
+from dist_ckpt.derive.state_spec import StateSpec, find_state_spec, spec_layout
+from dist_ckpt.errors import MismatchError
+from dist_ckpt.mapping import ShardedObject, ShardedTensor
+from dist_ckpt.types import ShardedStateDict, StateDict
+
+__all__ = ["load_optimizer_state", "optimizer_template"]
+
+Stored = Mapping[str, ShardedTensor | ShardedObject]
+
+
+def optimizer_template(
+    optimizer: Any,
+    layouts: Sequence[ModelLayout],
+    *,
+    prefix: str,
+    metadata: Stored,
+    saved: StateDict,
+) -> ShardedStateDict:
+    """Describe what this rank wants of a stored optimizer state.
+
+    Args:
+        optimizer: The optimizer to load into, with or without state of its own.
+        layouts: Layouts of the models whose parameters it may hold.
+        prefix: Begin of all keys, as at saving.
+        metadata: What the checkpoint has, from ``load_sharded_metadata``.
+        saved: The optimizer's tree in the checkpoint's common part: its plain leaves.
+
+    Returns:
+        A tree like that of ``sharded_optimizer_state``. Tensors are the optimizer's own state where
+        that fits, otherwise new ones.
+
+    Raises:
+        MismatchError: Stored state that this rank cannot take; all offenders are named.
+    """
+    inner = unwrap_optimizer(optimizer)
+    # Objects may be listed under a key that tells their place too; only the plain key counts here.
+    stored = {item.key: item for item in metadata.values() if item.key.startswith(prefix)}
+    request = _Request(prefix=prefix, spec=find_state_spec(inner), stored=stored)
+    by_parameter = _stored_states(stored, prefix)
+    plain = saved.get("state", {})
+    tree: ShardedStateDict = {key: value for key, value in saved.items() if key != "state"}
+    tree["state"] = {}
+    for slot in optimizer_slots(inner, layouts):
+        if _has_no_state(slot):
+            continue
+        if request.is_other_parameter(slot, metadata.get(f"models.{slot.name}")):
+            continue
+        own = inner.state.get(slot.param, {})
+        states = dict(plain.get(slot.name, {}))
+        for name in by_parameter.get(slot.name, ()):
+            asked = request.state(slot, name, own.get(name))
+            if asked is not None:
+                states[name] = asked
+        opaque = request.opaque(slot)
+        if opaque is not None:
+            states[OPAQUE] = opaque
+        if states:
+            tree["state"][slot.name] = states
+    if request.problems:
+        raise MismatchError(
+            f"{len(request.problems)} optimizer state(s) cannot be loaded: "
+            f"{'; '.join(request.problems)}."
+        )
+    return tree
+
+
+def load_optimizer_state(optimizer: Any, layouts: Sequence[ModelLayout], loaded: StateDict) -> None:
+    """Give loaded state to an optimizer, through its own ``load_state_dict`` and its hooks.
+
+    Parameters are matched by name. The state keeps the dtypes it was stored with.
+
+    Args:
+        optimizer: The optimizer, as given to ``optimizer_template``.
+        layouts: The same layouts too.
+        loaded: The template with its leaves replaced by what was loaded.
+
+    Raises:
+        MismatchError: The stored parameter groups hold other parameters.
+    """
+    inner = unwrap_optimizer(optimizer)
+    slots = optimizer_slots(inner, layouts)
+    groups = _match_groups(slots, inner.param_groups, loaded.get("param_groups", []))
+    spec = find_state_spec(inner)
+    state: dict[Any, Any] = dict(loaded.get("other_state", {}))
+    for index, members in _by_index(slots):
+        own = inner.state.get(members[0].param, {})
+        values = _state_of(members, loaded.get("state", {}), own=own, spec=spec)
+        if values:
+            state[index] = values
+    extra = {k: v for k, v in loaded.items() if k not in {"state", "param_groups", "other_state"}}
+    inner.load_state_dict({"state": state, "param_groups": groups, **extra})
+    for index, members in _by_index(slots):
+        now = inner.state.get(members[0].param)
+        if now and index in state:
+            _restore_dtypes(now, state[index])
+
+
+class _Request:
+    """Builds the leaves of a template and collects what does not fit."""
+
+    def __init__(
+        self,
+        *,
+        prefix: str,
+        spec: StateSpec | None,
+        stored: Stored,
+    ) -> None:
+        self.prefix = prefix
+        self.spec = spec
+        self.stored = stored
+        self.problems: list[str] = []
+        self._opaque: dict[str, set[str]] = {}
+        start = f"{prefix}opaque."
+        for key in stored:
+            if key.startswith(start):
+                parameter, _, _ = key.removeprefix(start).partition("@")
+                self._opaque.setdefault(parameter, set()).add(key)
+
+    def is_other_parameter(self, slot: Slot, stored: object) -> bool:
+        """Whether the checkpoint's parameter of this name has another shape: then note it."""
+        shape = getattr(stored, "global_shape", slot.layout.global_shape)
+        if tuple(shape) == slot.layout.global_shape:
+            return False
+        self.problems.append(
+            f"parameter {slot.name!r}: stored with shape {tuple(shape)}, now "
+            f"{slot.layout.global_shape}"
+        )
+        return True
+
+    def state(self, slot: Slot, name: str, own: object) -> Any:
+        """Return the leaf for one stored state; None if this rank needs none of it."""
+        key = state_key(self.prefix, name, slot.name)
+        stored = self.stored[key]
+        if isinstance(stored, ShardedObject):
+            return plain_object(key, slot, None)
+        layout = self._layout(slot, name, tuple(stored.global_shape))
+        if layout is None:
+            return None
+        return layout.shard(key, self._target(slot, layout, dtype=stored.dtype, own=own))
+
+    def opaque(self, slot: Slot) -> ShardedObject | None:
+        """Return the leaf for this rank's opaque state, if the checkpoint has any."""
+        keys = self._opaque.get(slot.name)
+        if not keys:
+            return None
+        key = opaque_key(self.prefix, slot)
+        if key in keys:
+            return opaque_object(self.prefix, slot, None)
+        saved = sorted({other.partition("@")[2].rpartition("@")[0] for other in keys})
+        self.problems.append(
+            f"parameter {slot.name!r}: its state of undeclared shape was saved for topology "
+            f"{saved}, now {key.partition('@')[2].rpartition('@')[0]!r} (declare the shape with "
+            f"register_state_spec() before saving, or load on the same topology)"
+        )
+        return None
+
+    def _layout(self, slot: Slot, name: str, shape: tuple[int, ...]) -> TensorLayout | None:
+        if shape == slot.layout.global_shape and shape:
+            return slot.layout
+        if not shape:
+            return scalar_layout(slot)
+        if slot.layout.is_replicated:
+            writer = "first" if slot.layout.writer == "main" else slot.layout.writer
+            return replicated_layout(shape, writer=writer)
+        layout = spec_layout(self.spec, name=name, shape=shape, layout=slot.layout)
+        if layout is None or layout.global_shape != shape:
+            self.problems.append(
+                f"state {name!r} of parameter {slot.name!r}: stored with shape {shape}, which is "
+                f"not the parameter's {slot.layout.global_shape}, and the parameter is sharded "
+                f"(declare the state's shape with register_state_spec())"
+            )
+            return None
+        return layout
+
+    def _target(
+        self, slot: Slot, layout: TensorLayout, *, dtype: torch.dtype, own: object
+    ) -> torch.Tensor:
+        """Return the tensor to load into: the optimizer's own if it fits, else a new one."""
+        if isinstance(own, torch.Tensor) and own.dtype == dtype:
+            local = local_of(own)
+            if layout is slot.layout and tuple(local.shape) == slot.state_shape:
+                local = slot.cut(local)
+            if tuple(local.shape) == layout.local_shape:
+                return local
+        device = slot.param.device if layout.local_shape else "cpu"
+        return torch.empty(layout.local_shape, dtype=dtype, device=device)
+
+
+def _has_no_state(slot: Slot) -> bool:
+    """Whether FSDP1 gives the parameter no state, as none of its elements are here."""
+    flat = any(part.flat_range or part.order for part in slot.layout.parts)
+    return slot.piece is None and flat and slot.layout.local_shape == (0,)
+
+
+def _stored_states(stored: Stored, prefix: str) -> dict[str, list[str]]:
+    """Return parameter name to the names of its stored states."""
+    start = f"{prefix}state."
+    found: dict[str, list[str]] = {}
+    for key in stored:
+        if key.startswith(start):
+            state, _, parameter = key.removeprefix(start).partition(".")
+            name = state.replace("%2E", ".").replace("%25", "%")
+            found.setdefault(parameter, []).append(name)
+    return found
+
+
+def _by_index(slots: Sequence[Slot]) -> Iterator[tuple[int, list[Slot]]]:
+    members: dict[int, list[Slot]] = {}
+    for slot in slots:
+        members.setdefault(slot.index, []).append(slot)
+    yield from members.items()
+
+
+def _match_groups(
+    slots: Sequence[Slot], current: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the saved groups in the current order, with the optimizer's own parameter numbers."""
+    group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
+    names = {slot.name for slot in slots}
+    problems = [f"not in the checkpoint: {sorted(names - set(group_of))}"] * bool(
+        names - set(group_of)
+    )
+    if set(group_of) - names:
+        problems.append(f"not in the optimizer: {sorted(set(group_of) - names)}")
+    matched: list[dict[str, Any]] = []
+    for index, group in enumerate(current):
+        members = [slot for slot in slots if slot.group == index]
+        origin = {group_of[slot.name] for slot in members if slot.name in group_of}
+        if len(origin) > 1 or (
+            origin and len(members) != len(set(saved[min(origin)]["params"])) and not problems
+        ):
+            problems.append(
+                f"group {index} ({len(members)} parameters) is spread over, or only a part of, the "
+                f"saved group(s) {sorted(origin)}"
+            )
+        if not members and index < len(saved) and not saved[index]["params"]:
+            origin = {index}  # a group without parameters has only its position
+        settings = saved[min(origin)] if origin else {}
+        indices = list(dict.fromkeys(slot.index for slot in members))
+        matched.append({**_settings(group), **_settings(settings), "params": indices})
+    if problems:
+        raise MismatchError(
+            f"The optimizer's parameter groups do not match the checkpoint's: "
+            f"{'; '.join(problems)}.",
+            hint="give the optimizer the same parameters, in the same groups, as at saving.",
+        )
+    return matched
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _state_of(
+    members: Sequence[Slot], loaded: StateDict, *, own: Mapping[str, Any], spec: StateSpec | None
+) -> dict[str, Any]:
+    """Return the state of one parameter of the optimizer, in the form the optimizer keeps it."""
+    if members[0].piece is not None:
+        return _flat_state(members, loaded)
+    slot = members[0]
+    found = dict(loaded.get(slot.name, {}))
+    found.update(found.pop(OPAQUE, {}))
+    return {name: _rebuilt(slot, name, value, own=own, spec=spec) for name, value in found.items()}
+
+
+def _flat_state(members: Sequence[Slot], loaded: StateDict) -> dict[str, Any]:
+    """Put the states of the parameters in a flat parameter together again."""
+    merged: dict[str, Any] = {}
+    for slot in members:
+        found = dict(loaded.get(slot.name, {}))
+        found.update(found.pop(OPAQUE, {}))
+        for name, value in found.items():
+            piece = slot.piece
+            parts = _as_parts(slot.layout, value)
+            if piece is None or parts is None:
+                merged.setdefault(name, value)
+                continue
+            local = parts[0] if len(parts) == 1 else slot.layout.assemble(parts)
+            if name not in merged:
+                merged[name] = torch.zeros(
+                    slot.state_shape, dtype=local.dtype, device=slot.param.device
+                )
+            piece.cut(merged[name]).copy_(local)
+    return merged
+
+
+def _rebuilt(
+    slot: Slot, name: str, value: Any, *, own: Mapping[str, Any], spec: StateSpec | None
+) -> Any:
+    """Return a loaded value as the optimizer keeps it: in one piece, and a DTensor if it was."""
+    parts = _as_parts(slot.layout, value)
+    follows = parts is not None
+    if parts is not None:
+        value = parts[0] if len(parts) == 1 else slot.layout.assemble(parts)
+    elif isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        declared = spec_layout(spec, name=name, shape=tuple(value[0].shape), layout=slot.layout)
+        if declared is not None and _as_parts(declared, value) is not None:
+            value = declared.assemble(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    before = own.get(name)
+    if follows and isinstance(slot.param, DTensor):
+        keeps_plain = isinstance(before, torch.Tensor) and not isinstance(before, DTensor)
+        return value if keeps_plain else wrap_like(value, slot.param)
+    if isinstance(before, DTensor) and tuple(before.shape) == tuple(value.shape):
+        return wrap_like(value, before)
+    return value
+
+
+def _as_parts(layout: TensorLayout, value: Any) -> list[torch.Tensor] | None:
+    """Return the tensors of ``layout``'s parts if ``value`` is what was loaded for it."""
+    if isinstance(value, torch.Tensor):
+        fits = tuple(value.shape) == layout.local_shape and len(layout.parts) == 1 and value.ndim
+        return [value] if fits else None
+    if not isinstance(value, list) or len(value) != len(layout.parts) or len(value) == 1:
+        return None
+    shapes = zip(value, layout.parts, strict=True)
+    if all(isinstance(v, torch.Tensor) and tuple(v.shape) == p.box.shape for v, p in shapes):
+        return value
+    return None
+
+
+def _restore_dtypes(now: Any, given: Any) -> None:
+    """Put loaded tensors back where ``load_state_dict`` cast them to the parameter's dtype."""
+    keys = now.keys() if isinstance(now, dict) else range(len(now))
+    for key in keys:
+        if isinstance(now, dict) and key not in given:
+            continue
+        new, old = now[key], given[key]
+        if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor):
+            if new.dtype != old.dtype and key != "step":
+                now[key] = old.to(device=new.device)
+        elif isinstance(new, (dict, list)) and type(new) is type(old) and len(new) == len(old):
+            _restore_dtypes(new, old)

@@ -1,0 +1,30 @@
+"""What every test has: quiet threads, few hypothesis surprises, markers by folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before torch is imported anywhere, the ranks' processes included.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Machines of CI are slow and shared: examples are bounded in number, not in time.
+settings.register_profile(
+    "default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("default")
+
+_TESTS = Path(__file__).parent
+_FOLDER_MARKERS = ("multiprocess", "lightning", "accelerate")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by the folder they are in: ``-m 'not multiprocess'`` is the quick suite."""
+    for item in items:
+        if item.path.is_relative_to(_TESTS):
+            folder = item.path.relative_to(_TESTS).parts[0]
+            if folder in _FOLDER_MARKERS:
+                item.add_marker(folder)

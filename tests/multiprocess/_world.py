@@ -1,0 +1,481 @@
+"""Real processes for tests: run one function as N ranks over gloo.
+
+Here: ``run_ranks`` and what stands behind it. Not here: tests, or fakes of several ranks in one
+process. Called by tests, from the main thread of a test process.
+
+How it works. The first call starts a *nursery*: a process that has imported torch and waits. For
+each call it imports the test module (once) and forks one child for every rank, so a rank costs some
+milliseconds and starts clean: no process group, cache or changed global survives from the test
+before. The nursery itself computes nothing and keeps one thread, which is what makes the fork safe.
+The store that the ranks meet in lives in the test process, on a port the system chose.
+
+Usage::
+
+    def save_it(rank: int, world_size: int, path: str) -> int:
+        ...
+
+    def test_save(tmp_path):
+        assert run_ranks(save_it, 2, str(tmp_path)) == [0, 1]
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime as dt
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["RankOutcome", "WorldError", "run_ranks"]
+
+GRACE_SECS = 5.0
+"""How long the other ranks may still run after one of them failed unexpectedly."""
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Asking for devices through NVML does not initialise CUDA, which could not be forked.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+_PRELOAD = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.nn.parallel",
+    "torch._dynamo",  # torch.compile and some optimizers import it: seconds for each rank otherwise
+    "torch.optim",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutcome:
+    """What became of one rank.
+
+    ``error`` is the exception itself where it survived pickling, else None; ``error_type`` and
+    ``message`` always tell. A rank that was killed or did not finish has ``finished=False``.
+    """
+
+    rank: int
+    value: Any = None
+    finished: bool = True
+    error: BaseException | None = None
+    error_type: str | None = None
+    message: str = ""
+    traceback: str = ""
+    exit_code: int | None = None
+    log: str = field(default="", repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned."""
+        return self.finished and self.error_type is None
+
+    def describe(self) -> str:
+        """Return the story of this rank, for a failure report."""
+        if self.ok:
+            return f"--- rank {self.rank}: returned"
+        if self.finished:
+            head = f"--- rank {self.rank}: {self.error_type}: {self.message}\n{self.traceback}"
+        else:
+            head = f"--- rank {self.rank}: {self.message}"
+        return f"{head}\n[output of rank {self.rank}]\n{self.log[-8000:]}"
+
+
+class WorldError(AssertionError):
+    """Some ranks failed, died or hung. ``outcomes`` has one entry for each rank."""
+
+    def __init__(self, message: str, outcomes: Sequence[RankOutcome] = ()) -> None:
+        """Store the outcomes beside the message."""
+        super().__init__(message)
+        self.outcomes = tuple(outcomes)
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_secs: float = 120,
+    expect_errors: bool = False,
+    init_process_group: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes; return the results by rank.
+
+    Args:
+        fn: A module-level function. Arguments and results are pickled.
+        world_size: Number of ranks.
+        args: Further arguments, the same for every rank.
+        timeout_secs: After this, ranks that still run dump their stacks and are killed.
+        expect_errors: Return a ``RankOutcome`` for each rank, whatever happened, except for a hang.
+        init_process_group: Make the default (gloo) process group first. Without it, ``env://``
+            works all the same: MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK and WORLD_SIZE are set.
+        env: Further environment variables of the ranks.
+
+    Raises:
+        WorldError: a rank hung or, unless ``expect_errors``, raised or died.
+    """
+    task = _Task(
+        module=fn.__module__,
+        file=str(Path(sys.modules[fn.__module__].__file__ or "").resolve()),
+        qualname=fn.__qualname__,
+        world_size=world_size,
+        timeout_secs=timeout_secs,
+        init_process_group=init_process_group,
+        path=tuple(sys.path),
+        env=dict(env or {}),
+    )
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        outcomes, hung = _run(task, pickle.dumps(args), Path(scratch), expect_errors=expect_errors)
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if hung or (failed and not expect_errors):
+        what = f"rank(s) {hung} did not finish" if hung else f"rank(s) {_ranks(failed)} failed"
+        report = "\n".join(outcome.describe() for outcome in failed)
+        raise WorldError(f"{fn.__qualname__} on {world_size} ranks: {what}\n{report}", outcomes)
+    return outcomes if expect_errors else [outcome.value for outcome in outcomes]
+
+
+# -- the test process ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    module: str
+    file: str
+    qualname: str
+    world_size: int
+    timeout_secs: float
+    init_process_group: bool
+    path: tuple[str, ...]
+    env: dict[str, str]
+    port: int = 0
+    scratch: str = ""
+
+
+def _ranks(outcomes: Iterable[RankOutcome]) -> list[int]:
+    return [outcome.rank for outcome in outcomes]
+
+
+def _run(
+    task: _Task, args: bytes, scratch: Path, *, expect_errors: bool
+) -> tuple[list[RankOutcome], list[int]]:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    task = replace(task, port=store.port, scratch=str(scratch))
+    nursery = _Nursery.get()
+    connections, pids = nursery.start(task, args)
+    grace = None if expect_errors else GRACE_SECS
+    reports, hung = _collect(connections, task.timeout_secs, grace)
+    if hung:
+        _dump_stacks([pids[rank] for rank in hung])
+    else:
+        for connection in connections:  # nobody leaves while another may still talk to it
+            with contextlib.suppress(OSError):
+                connection.send_bytes(b"bye")
+    if hung or any(report is None for report in reports):
+        _kill(pids)
+    exit_codes = nursery.finish(pids)
+    for connection in connections:
+        connection.close()
+    outcomes = [
+        _outcome(
+            rank, reports[rank], exit_code=exit_codes[rank], scratch=scratch, hung=rank in hung
+        )
+        for rank in range(task.world_size)
+    ]
+    del store
+    # Ranks that hang only because another one failed are not the news.
+    blamed = [] if any(_failed_alone(outcome) for outcome in outcomes) and grace else hung
+    return outcomes, blamed
+
+
+def _failed_alone(outcome: RankOutcome) -> bool:
+    return outcome.finished and not outcome.ok
+
+
+def _collect(
+    connections: Sequence[Connection], timeout_secs: float, grace: float | None
+) -> tuple[list[bytes | None], list[int]]:
+    """Wait for one report from each rank; return them with the ranks that never gave one.
+
+    A rank that closed its pipe without a report died; its report is None but it did not hang.
+    """
+    reports: list[bytes | None] = [None] * len(connections)
+    pending = dict(enumerate(connections))
+    deadline = time.monotonic() + timeout_secs
+    while pending and (left := deadline - time.monotonic()) > 0:
+        ready = wait(list(pending.values()), timeout=left)
+        for rank in [rank for rank, connection in pending.items() if connection in ready]:
+            connection = pending.pop(rank)
+            try:
+                reports[rank] = connection.recv_bytes()
+                bad = reports[rank][:1] != b"+"  # type: ignore[index]
+            except (EOFError, OSError):
+                bad = True
+            if bad and grace is not None:
+                deadline = min(deadline, time.monotonic() + grace)
+    return reports, sorted(pending)
+
+
+def _outcome(
+    rank: int, report: bytes | None, *, exit_code: int, scratch: Path, hung: bool
+) -> RankOutcome:
+    log_file = scratch / f"rank{rank}.log"
+    log = log_file.read_text(errors="replace") if log_file.exists() else ""
+    if report is None:
+        how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        message = "did not finish in time; its stacks are below" if hung else f"died with {how}"
+        return RankOutcome(rank=rank, finished=False, message=message, exit_code=exit_code, log=log)
+    return RankOutcome(rank=rank, exit_code=exit_code, log=log, **pickle.loads(report[1:]))
+
+
+def _dump_stacks(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.5)  # the handlers write from the ranks, which cannot tell when they are done
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+class _Nursery:
+    """The process that forks ranks, seen from the test process."""
+
+    _current: _Nursery | None = None
+
+    def __init__(self) -> None:
+        """Start it; it imports torch while we go on."""
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        self._connection = Connection(os.dup(ours.fileno()))
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, **_ENVIRONMENT},
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        atexit.register(self.close)
+
+    @classmethod
+    def get(cls) -> _Nursery:
+        """Return the live nursery of this process, or start one."""
+        if cls._current is None or cls._current._process.poll() is not None:
+            cls._current = cls()
+        return cls._current
+
+    def start(self, task: _Task, args: bytes) -> tuple[list[Connection], list[int]]:
+        """Fork the ranks; return a pipe to each of them and their process ids."""
+        pipes = [Pipe() for _ in range(task.world_size)]
+        self._connection.send_bytes(pickle.dumps((asdict(task), args)))
+        socket.send_fds(self._socket, [b"F"], [theirs.fileno() for _, theirs in pipes])
+        for _, theirs in pipes:
+            theirs.close()
+        reply = self._receive()
+        if "failure" in reply:
+            raise WorldError(f"the ranks could not be started:\n{reply['failure']}")
+        return [ours for ours, _ in pipes], reply["pids"]
+
+    def finish(self, pids: Sequence[int]) -> list[int]:
+        """Return the exit codes, negative for signals; kills what does not leave by itself."""
+        if not self._connection.poll(GRACE_SECS):
+            _kill(pids)
+        codes: list[int] = self._receive()["exit_codes"]
+        return codes
+
+    def close(self) -> None:
+        """End the process."""
+        self._connection.close()
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _receive(self) -> dict[str, Any]:
+        try:
+            reply: dict[str, Any] = pickle.loads(self._connection.recv_bytes())
+        except EOFError:
+            raise WorldError(f"the nursery ended with code {self._process.wait()}") from None
+        return reply
+
+
+# -- the nursery -----------------------------------------------------------------------------------
+
+
+def _nursery_main(descriptor: int) -> None:
+    channel = socket.socket(fileno=descriptor)
+    connection = Connection(os.dup(descriptor))
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    while True:
+        try:
+            fields, args = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        task = _Task(**fields)
+        _, fds, _, _ = socket.recv_fds(channel, 1, task.world_size)
+        try:
+            _load_module(task)
+        except BaseException:
+            _reply(connection, failure=traceback.format_exc())
+            for fd in fds:
+                os.close(fd)
+            continue
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ours = (channel, connection)
+        pids = [_fork_rank(task, args, rank, fds=fds, ours=ours) for rank in range(len(fds))]
+        for fd in fds:
+            os.close(fd)
+        _reply(connection, pids=pids)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        _reply(connection, exit_codes=codes)
+
+
+def _reply(connection: Connection, **reply: Any) -> None:
+    connection.send_bytes(pickle.dumps(reply))
+
+
+def _load_module(task: _Task) -> Any:
+    sys.path[:] = task.path
+    known = sys.modules.get(task.module)
+    if known is not None and str(Path(known.__file__ or "").resolve()) == task.file:
+        return known
+    with contextlib.suppress(ImportError):
+        module = importlib.import_module(task.module)
+        if str(Path(module.__file__ or "").resolve()) == task.file:
+            return module
+    spec = importlib.util.spec_from_file_location(task.module, task.file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{task.file} is not a python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[task.module] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[task.module]
+        raise
+    return module
+
+
+def _fork_rank(
+    task: _Task, args: bytes, rank: int, *, fds: Sequence[int], ours: Iterable[Any]
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for item in ours:
+            item.close()
+        for other, fd in enumerate(fds):
+            if other != rank:
+                os.close(fd)
+        _rank_main(task, args, rank, connection=Connection(fds[rank]))
+    finally:
+        os._exit(70)  # only reached when _rank_main itself broke
+
+
+# -- a rank ----------------------------------------------------------------------------------------
+
+
+def _rank_main(task: _Task, args: bytes, rank: int, *, connection: Connection) -> NoReturn:
+    os.setpgid(0, 0)
+    _redirect_output(Path(task.scratch) / f"rank{rank}.log")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # Should the test process be gone by then, nobody else ends this one.
+    faulthandler.dump_traceback_later(task.timeout_secs + 60, exit=True)
+    os.environ.update(_environment(task, rank))
+    report = b"+"
+    try:
+        value = _call(task, args, rank)
+        report += pickle.dumps({"value": value})
+    except BaseException as error:
+        report = b"-" + _pickled_error(error)
+    connection.send_bytes(report)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()
+    os._exit(0)
+
+
+def _environment(task: _Task, rank: int) -> dict[str, str]:
+    size = str(task.world_size)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(task.port),
+        # The store already runs in the test process: with this, env:// joins it on every rank.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+        **task.env,
+    }
+
+
+def _call(task: _Task, args: bytes, rank: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    timeout = dt.timedelta(seconds=task.timeout_secs)
+    if task.init_process_group:
+        store = dist.TCPStore("127.0.0.1", task.port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=task.world_size, timeout=timeout
+        )
+    fn: Any = _load_module(task)
+    for name in task.qualname.split("."):
+        fn = getattr(fn, name)
+    return fn(rank, task.world_size, *pickle.loads(args))
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    told = {
+        "error_type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    try:
+        whole = pickle.dumps({**told, "error": error})
+        pickle.loads(whole)
+    except Exception:
+        return pickle.dumps(told)
+    return whole
+
+
+def _redirect_output(file: Path) -> None:
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    _nursery_main(int(sys.argv[1]))
