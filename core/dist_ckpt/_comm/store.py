@@ -1,0 +1,261 @@
+"""A communicator over a key-value store (``torch.distributed.Store``): TCPStore, HashStore, ...
+
+Here: the exchange and its timeouts. Not here: which store and which ranks (``_comm.torch_dist``).
+No collective of a backend is used: nothing to deadlock with training's own, no accelerator memory,
+and a rank that does not come can be named.
+
+Values are pickled by this process's peers of the same job, never read from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from dist_ckpt._comm.failures import describe_failure, merged_error
+from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._C._distributed_c10d import Store
+
+    from dist_ckpt.types import R, T
+
+__all__ = ["StoreCommunicator"]
+
+_GRACE_SECS = 30.0
+"""How much longer the others wait than rank 0, so that its verdict reaches them first."""
+
+
+class StoreCommunicator:
+    """Ranks that meet in a store.
+
+    Args:
+        store: Shared by all ranks of this communicator.
+        rank: This process's rank, 0 to ``size - 1``.
+        size: Number of ranks.
+        name: Prefix of the keys; one name, one sequence of exchanges.
+        timeout_secs: How long a rank waits for the others in one exchange.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, size: int, name: str = "dist_ckpt", timeout_secs: float
+    ) -> None:
+        """Remember the store; nothing is exchanged yet."""
+        self._store, self._rank, self._size = store, rank, size
+        self._name, self._timeout_secs = name, timeout_secs
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def broadcast(self, phase: str, produce: Callable[[], R]) -> R:
+        """Run ``produce`` on rank 0; collective."""
+        return self.map_reduce(phase, lambda: None, lambda _: produce())
+
+    def map_reduce(
+        self, phase: str, local: Callable[[], T], combine: Callable[[Sequence[T]], R]
+    ) -> R:
+        """Run ``local`` everywhere and ``combine`` on rank 0; collective."""
+        result: R = self._exchange(phase, local, combine, scatter=False)
+        return result
+
+    def map_scatter(
+        self, phase: str, local: Callable[[], T], combine: Callable[[Sequence[T]], Sequence[R]]
+    ) -> R:
+        """Like ``map_reduce`` with one result for each rank; collective."""
+        result: R = self._exchange(phase, local, combine, scatter=True)
+        return result
+
+    def _exchange(
+        self,
+        phase: str,
+        local: Callable[[], Any],
+        combine: Callable[[Sequence[Any]], Any],
+        *,
+        scatter: bool,
+    ) -> Any:
+        number = self._next_exchange()
+        try:
+            value, error = _attempt(local)
+        except BaseException as interrupt:
+            # Ctrl-C or an exit: the others are told now, and nobody is waited for.
+            self._report_interrupt(phase, number, describe_failure(interrupt))
+            raise
+        failure = None if error is None else describe_failure(error)
+        if self._rank == 0:
+            verdict = self._collect(phase, number, value, failure)
+            if isinstance(verdict, list):
+                verdict, combine_error = _combined(verdict, combine)
+                error = error or combine_error
+            self._publish(number, verdict, scatter=scatter)
+        else:
+            self._set(f"{number}/in/{self._rank}", (phase, value, failure))
+            verdict = self._await_verdict(phase, number)
+        self._forget(number - 2)
+        if isinstance(verdict, _Missing):
+            raise BarrierTimeoutError(verdict.message)
+        if isinstance(verdict, _Disagreement):
+            raise CoordinationError(verdict.message)
+        if isinstance(verdict, _Failed):
+            raise merged_error(phase, verdict.failures, error)
+        if self._rank == 0 and scatter:
+            return verdict.result[0]
+        return verdict.result
+
+    def _report_interrupt(self, phase: str, number: int, failure: RankFailure) -> None:
+        if self._rank == 0:
+            self._publish(number, _Failed({0: failure}), scatter=False)
+        else:
+            self._set(f"{number}/in/{self._rank}", (phase, None, failure))
+
+    def _next_exchange(self) -> int:
+        # The counter lives in the store, one for each rank: communicators may come and go, and
+        # ranks that skipped an exchange meet in different numbers, time out, and are named.
+        return int(self._store.add(f"{self._name}/calls/{self._rank}", 1))
+
+    def _collect(
+        self, phase: str, number: int, value: object, failure: RankFailure | None
+    ) -> list[Any] | _Verdict:
+        values, failures = [value], {0: failure} if failure else {}
+        deadline = time.monotonic() + self._timeout_secs
+        missing, phases = [], {}
+        for rank in range(1, self._size):
+            key = f"{number}/in/{rank}"
+            if not self._wait(key, deadline - time.monotonic()):
+                missing.append(rank)
+                continue
+            other_phase, other_value, other_failure = self._get(key)
+            values.append(other_value)
+            if other_phase != phase:
+                phases[rank] = other_phase
+            if other_failure is not None:
+                failures[rank] = other_failure
+        if missing:
+            return _Missing(self._who_is_missing(phase, missing))
+        if phases:
+            told = ", ".join(f"rank {rank} is in {name!r}" for rank, name in phases.items())
+            return _Disagreement(
+                f"ranks are in different steps: rank 0 is in {phase!r}, {told}. "
+                "hint: every rank must make the same calls of dist_ckpt in the same order."
+            )
+        return _Failed(failures) if failures else values
+
+    def _publish(self, number: int, verdict: _Verdict, *, scatter: bool) -> None:
+        if scatter and isinstance(verdict, _Done) and len(verdict.result) != self._size:
+            raise CoordinationError(f"{len(verdict.result)} results for {self._size} ranks")
+        shared = pickle.dumps(verdict) if not (scatter and isinstance(verdict, _Done)) else b""
+        for rank in range(1, self._size):
+            data = shared or pickle.dumps(_Done(verdict.result[rank]))
+            self._store.set(f"{self._name}/{number}/out/{rank}", data)  # type: ignore[arg-type]  # bytes are taken
+
+    def _await_verdict(self, phase: str, number: int) -> _Verdict:
+        key = f"{number}/out/{self._rank}"
+        if not self._wait(key, self._timeout_secs + _GRACE_SECS):
+            missing = [
+                rank
+                for rank in range(1, self._size)
+                if not self._store.check([f"{self._name}/{number}/in/{rank}"])
+            ]
+            return _Missing(self._who_is_missing(phase, [0, *missing]))
+        verdict: _Verdict = self._get(key)
+        return verdict
+
+    def _who_is_missing(self, phase: str, missing: list[int]) -> str:
+        return (
+            f"{phase}: ranks {missing} of {self._size} did not arrive within "
+            f"{self._timeout_secs:g} s (told by rank {self._rank}). "
+            "hint: they died, are stuck elsewhere, or did not make this call."
+        )
+
+    def _wait(self, key: str, timeout_secs: float) -> bool:
+        from torch.distributed import DistError  # noqa: PLC0415 - keeps this module light
+
+        name = f"{self._name}/{key}"
+        try:
+            if timeout_secs > 0:
+                self._store.wait([name], timedelta(seconds=timeout_secs))
+            return bool(self._store.check([name]))
+        except DistError as error:
+            try:
+                return bool(self._store.check([name]))
+            except DistError:
+                raise CoordinationError(
+                    f"the store through which ranks meet is gone (seen by rank {self._rank}): "
+                    f"{error}. hint: the process that hosts it, usually rank 0, has died."
+                ) from error
+
+    def _set(self, key: str, value: object) -> None:
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:  # noqa: BLE001 - whatever pickling raises is told to rank 0
+            phase = value[0] if isinstance(value, tuple) else key
+            data = pickle.dumps((phase, None, describe_failure(error)))
+        self._store.set(f"{self._name}/{key}", data)  # type: ignore[arg-type]  # bytes are taken
+
+    def _get(self, key: str) -> Any:
+        # Peers of this job only: the store is theirs, and never holds bytes of a checkpoint.
+        return pickle.loads(self._store.get(f"{self._name}/{key}"))  # noqa: S301
+
+    def _forget(self, number: int) -> None:
+        # Whoever is in exchange n has seen n - 1 end, which every rank entered after it had read
+        # all it needed of n - 2. So these keys have no reader any more.
+        if number < 1:
+            return
+        mine = "in" if self._rank else None
+        keys = [f"{number}/in/{self._rank}"] if mine else []
+        if self._rank == 0:
+            keys = [f"{number}/out/{rank}" for rank in range(1, self._size)]
+        for key in keys:
+            self._store.delete_key(f"{self._name}/{key}")
+
+
+class _Verdict:
+    """What rank 0 tells the others at the end of an exchange."""
+
+    result: Any = None
+
+
+class _Done(_Verdict):
+    def __init__(self, result: object) -> None:
+        self.result = result
+
+
+class _Failed(_Verdict):
+    def __init__(self, failures: dict[int, RankFailure]) -> None:
+        self.failures = failures
+
+
+class _Missing(_Verdict):
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+
+class _Disagreement(_Missing):
+    pass
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return the result of ``call`` or what it raised; either goes to the other ranks."""
+    try:
+        return call(), None
+    except Exception as error:  # noqa: BLE001 - raised again on every rank after the exchange
+        return None, error
+
+
+def _combined(
+    values: list[Any], combine: Callable[[Sequence[Any]], Any]
+) -> tuple[_Verdict, Exception | None]:
+    result, error = _attempt(lambda: combine(values))
+    if error is not None:
+        return _Failed({0: describe_failure(error)}), error
+    return _Done(result), None

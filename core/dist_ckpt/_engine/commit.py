@@ -1,0 +1,205 @@
+"""From an attempt to a checkpoint: written aside, made durable, renamed into place.
+
+Here: the attempt directory, its publication by one rename, and where a reader looks. Not here: what
+the files mean. Runs on rank 0 alone; other ranks only write into the attempt directory.
+
+The law: at every instant the target path is the old checkpoint, or the new one, or nothing (if
+there was no old one). A file system without an atomic exchange of two names has one more state,
+for the moment between two renames: the old checkpoint stands beside the target under a name that
+``locate`` knows. See docs/decisions/0003-commit-by-rename.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from dist_ckpt.errors import StorageError
+from dist_ckpt.storage.local import fsync_directory, storage_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+__all__ = ["Attempt", "Replace", "attempt_prefix", "locate", "remove_tree"]
+
+Replace: TypeAlias = Literal["checkpoint", "any"]
+"""What a save may replace at its target: an older checkpoint only, or whatever stands there (files
+of a directory that no checkpoint wrote are kept beside the new one)."""
+
+_EXCHANGE = 2  # RENAME_EXCHANGE, linux/fs.h
+_AT_FDCWD = -100  # fcntl.h
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One save under way: ``directory`` will become ``target``, or vanish."""
+
+    target: Path
+    directory: Path
+    checkpoint_id: str
+
+    @classmethod
+    def begin(cls, target: Path, staging_dir: Path | None) -> Attempt:
+        """Make a fresh attempt directory beside the target, or in ``staging_dir``.
+
+        The directory must be on the target's file system. Its name is unique, so a dead attempt is
+        never mistaken for this one and never has to be cleared first.
+        """
+        target = Path(os.path.abspath(target))  # noqa: PTH100 - resolve() would follow a link
+        parent = staging_dir or target.parent
+        checkpoint_id = uuid.uuid4().hex
+        directory = parent / f"{attempt_prefix(target)}{checkpoint_id[:12]}.attempt"
+        with storage_errors("create", target.parent):
+            _make_durably(target.parent)
+            _recover(target)
+        with storage_errors("create", directory):
+            _make_durably(parent)
+            directory.mkdir()
+        return cls(target, directory, checkpoint_id)
+
+    def publish(self, *, old_files: Collection[str]) -> None:
+        """Make the attempt the target. It must be complete and durable, marker included.
+
+        Args:
+            old_files: Names in the old target that belong to the old checkpoint; anything else
+                there is the user's and is kept beside the new one.
+        """
+        with storage_errors("publish", self.target):
+            fsync_directory(self.directory)
+            if self.target.is_dir() and not self.target.is_symlink():
+                _carry_over(self.target, self.directory, old_files)
+            old = _replace(self.directory, self.target)
+            fsync_directory(self.target.parent)
+        if old is not None:
+            # The new checkpoint is committed; what cannot be deleted now is swept later.
+            remove_tree(old, ignore_errors=True)
+
+    def abort(self) -> None:
+        """Remove the attempt; what cannot be removed has no marker and is believed by nobody."""
+        remove_tree(self.directory, ignore_errors=True)
+
+
+def attempt_prefix(target: Path) -> str:
+    """Return how the names of this target's attempts begin.
+
+    No name of a checkpoint is part of it: frameworks parse such names (``hpc_ckpt_*``,
+    ``checkpoint*``, ``*.ckpt``) and list the directory.
+    """
+    digest = hashlib.sha256(os.fsencode(target.name)).hexdigest()
+    return f".dist-ckpt-{digest[:10]}-"
+
+
+def locate(target: Path) -> Path:
+    """Return where the checkpoint of ``target`` is: there, or aside after a crash in a rename."""
+    if os.path.lexists(target):
+        return target
+    aside = _aside(target)
+    return aside[-1] if aside else target
+
+
+def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a checkpoint, file or link so that at no instant half of it looks whole."""
+    try:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+            return
+        if not path.is_dir():
+            return
+        # A directory is renamed away first: its name is gone at once, its files follow.
+        trash = path.parent / f"{attempt_prefix(path)}{uuid.uuid4().hex[:12]}.trash"
+        path.rename(trash)
+        shutil.rmtree(trash, ignore_errors=ignore_errors)
+    except OSError:
+        if not ignore_errors:
+            raise
+
+
+def _make_durably(directory: Path) -> None:
+    """Make a directory and its missing parents, and sync each name that is new."""
+    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for one in missing:
+        fsync_directory(one.parent)
+
+
+def _aside(target: Path) -> list[Path]:
+    pattern = f"{attempt_prefix(target)}*.previous"
+    if not target.parent.is_dir():
+        return []
+    return sorted(target.parent.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _recover(target: Path) -> None:
+    found = locate(target)
+    if found != target:
+        found.rename(target)
+
+
+def _replace(new: Path, target: Path) -> Path | None:
+    """Rename ``new`` to ``target`` and return where the old target is now, if there was one."""
+    if not os.path.lexists(target):
+        new.rename(target)
+        return None
+    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+        new.rename(target)  # rename(2) replaces an empty directory
+        return None
+    try:
+        _exchange(new, target)
+    except OSError as error:
+        if error.errno not in _NO_EXCHANGE:
+            raise
+    else:
+        return new
+    aside = target.parent / f"{attempt_prefix(target)}{uuid.uuid4().hex[:12]}.previous"
+    target.rename(aside)
+    try:
+        new.rename(target)
+    except OSError:
+        aside.rename(target)
+        raise
+    return aside
+
+
+def _exchange(a: Path, b: Path) -> None:
+    """Swap two names in one step (renameat2(2), Linux)."""
+    call: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(b))
+
+
+def _carry_over(old: Path, new: Path, old_files: Collection[str]) -> None:
+    """Link (or copy) the user's files of ``old`` into ``new``, before the names are swapped."""
+    for entry in sorted(os.scandir(old), key=lambda e: e.name):
+        destination = new / entry.name
+        if entry.name in old_files or os.path.lexists(destination):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.copytree(entry.path, destination, symlinks=True, copy_function=_link_or_copy)
+        elif entry.is_symlink():
+            destination.symlink_to(Path(entry.path).readlink())
+        else:
+            _link_or_copy(entry.path, os.fspath(destination))
+    fsync_directory(new)
+
+
+def _link_or_copy(source: str, destination: str) -> str:
+    try:
+        os.link(source, destination)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise StorageError(
+                f"cannot keep {source} beside the new checkpoint: {error}"
+            ) from error
+        shutil.copy2(source, destination)
+    return destination

@@ -1,0 +1,74 @@
+"""Tensors as bytes: the memory of host tensors, without a copy.
+
+Here: views and bounded staging pieces. Not here: files (``storage``) or what to move
+(``_planning``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from dist_ckpt._geometry import Box, split_box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["PIECE_NBYTES", "bits", "host_bytes", "is_plain_memory", "pieces_for_write"]
+
+PIECE_NBYTES = 8 << 20
+"""Largest bounce buffer of one transfer thread."""
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are its own contiguous host memory, bit for bit."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a plain host tensor as writable bytes.
+
+    The view borrows the memory: the caller keeps ``tensor`` alive while it is used.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor seen as integers of the same width: copies then never touch a bit.
+
+    Integers because some dtypes (fp8 kinds, fp4) lack kernels, and casts may change NaN payloads.
+    """
+    integer = _INTEGERS.get(tensor.element_size())
+    return tensor if integer is None else tensor.view(integer)
+
+
+def pieces_for_write(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield ``(byte position, plain tensor)`` pieces that together are ``tensor``, row-major.
+
+    Plain host memory comes out as it is, in one piece. Anything else (strided views, expanded
+    tensors, other devices, pending conjugation) is copied piece by piece, at most ``PIECE_NBYTES``
+    at a time, so that the copy never grows with the tensor.
+    """
+    if is_plain_memory(tensor):
+        yield 0, tensor
+        return
+    whole = Box((0,) * tensor.dim(), tuple(tensor.shape))
+    position = 0
+    for box in split_box(whole, tensor.element_size(), PIECE_NBYTES):
+        view = tensor[box.slices()] if box.shape else tensor
+        piece = bits(view.resolve_conj().resolve_neg()).to("cpu").contiguous()
+        yield position, piece
+        position += piece.numel() * piece.element_size()

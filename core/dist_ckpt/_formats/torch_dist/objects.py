@@ -1,0 +1,115 @@
+"""Objects as tensors: a sharded object's typed JSON document becomes a uint8 tensor.
+
+Here: sharded objects and the common part to shards to write, and back. Not here: the JSON codec
+(``_codec``). Nothing is pickled by default, see ``_codec``; so DCP shows such an object as bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dist_ckpt._codec import decode, encode
+from dist_ckpt._planning.describe import local_shards
+from dist_ckpt.errors import CorruptedCheckpointError
+from dist_ckpt.mapping import ShardedTensor, is_main_replica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dist_ckpt._planning.describe import LocalShard
+    from dist_ckpt.mapping import ShardedObject
+    from dist_ckpt.types import StateDict
+
+__all__ = [
+    "COMMON_KEY",
+    "EncodedCommon",
+    "decode_document",
+    "encode_common",
+    "object_shards",
+    "part_key",
+]
+
+COMMON_KEY = "common"
+DOCUMENT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedCommon:
+    """The common part: the bytes of ``common.json``, and the tensors in it as shards."""
+
+    data: bytes
+    shards: list[LocalShard]
+
+
+def part_key(key: str, number: int) -> str:
+    """Return the key of tensor ``number`` inside the document of ``key``."""
+    return f"{key}/part_{number}"
+
+
+def encode_common(common: StateDict) -> EncodedCommon:
+    """Return the common part, encoded. Rank 0 only."""
+    encoded = encode(common, path="common")
+    shards = local_shards(_parts(COMMON_KEY, encoded.tensors), role="part")
+    return EncodedCommon(_document(encoded.document, len(encoded.tensors), indent=1), shards)
+
+
+def object_shards(objects: Sequence[ShardedObject]) -> list[LocalShard]:
+    """Return the main replicas of ``objects`` as shards to write."""
+    documents, parts = [], []
+    for one in objects:
+        if not is_main_replica(one.replica_id):
+            continue
+        key = one.unique_key
+        encoded = encode(one.data, path=one.key)
+        data = _document(encoded.document, len(encoded.tensors))
+        documents.append(_whole(key, torch.frombuffer(bytearray(data), dtype=torch.uint8)))
+        parts += _parts(key, encoded.tensors)
+    return local_shards(documents, role="object") + local_shards(parts, role="part")
+
+
+def decode_document(
+    data: bytes,
+    *,
+    key: str,
+    where: str,
+    allow_pickle: bool,
+    fetch: Callable[[Sequence[str]], Sequence[torch.Tensor]],
+) -> Any:
+    """Return the object of a document.
+
+    Args:
+        data: The document.
+        key: Key of the object, ``common`` for the common part.
+        where: File or key, for errors.
+        allow_pickle: Whether pickled values may be loaded.
+        fetch: Reads whole tensors by their keys.
+    """
+    try:
+        wrapper = json.loads(data)
+        version, document, count = wrapper["version"], wrapper["document"], wrapper["tensors"]
+        if version != DOCUMENT_VERSION or type(count) is not int or not 0 <= count < 1 << 24:
+            raise ValueError(f"version {version!r}, tensors {count!r}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptedCheckpointError(f"{where}: not a document of ours ({error}).") from error
+    tensors = fetch([part_key(key, number) for number in range(count)])
+    return decode(document, tensors, allow_pickle=allow_pickle, where=where)
+
+
+def _document(document: object, count: int, indent: int | None = None) -> bytes:
+    wrapper = {"version": DOCUMENT_VERSION, "tensors": count, "document": document}
+    return json.dumps(wrapper, indent=indent).encode("ascii")
+
+
+def _parts(key: str, tensors: Sequence[torch.Tensor]) -> list[ShardedTensor]:
+    return [_whole(part_key(key, number), tensor) for number, tensor in enumerate(tensors)]
+
+
+def _whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    shape = tuple(tensor.shape)
+    return ShardedTensor(
+        key, tensor.detach(), tensor.dtype, shape, shape, (0,) * len(shape), (1,) * len(shape)
+    )

@@ -1,0 +1,203 @@
+"""Stored chunks -> boxes of tensors, bytes straight into the tensors' memory.
+
+Here: how each planned read is carried out. Not here: which reads (``_planning.load``), threads
+(``_engine.transfer``), files (``storage``). Runs on every rank for its own boxes.
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+
+from dist_ckpt._engine.memory import PIECE_NBYTES, bits, host_bytes, is_plain_memory
+from dist_ckpt._engine.transfer import run_jobs
+from dist_ckpt._geometry import Box, split_box
+from dist_ckpt._planning.describe import dtype_from_name
+from dist_ckpt._planning.load import Read, byte_runs, plan_reads
+from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
+from dist_ckpt.storage import Extent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dist_ckpt._planning.index import CheckpointIndex
+    from dist_ckpt.storage import Store
+
+__all__ = ["Destination", "read_into"]
+
+_MANY_RUNS = 256
+"""Up to so many runs of a region are read one by one, exactly the bytes that are needed."""
+
+_CALL_NBYTES = 4096
+"""What one more read call costs, in bytes read along: beyond ``_MANY_RUNS``, the cheaper way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """``view`` (box-shaped, any device, any strides) is to hold ``box`` of the tensor ``key``."""
+
+    key: str
+    box: Box
+    view: torch.Tensor
+
+
+def read_into(
+    destinations: Sequence[Destination],
+    index: CheckpointIndex,
+    store: Store,
+    *,
+    thread_count: int,
+) -> int:
+    """Fill all destinations in place and return the number of bytes read from the store.
+
+    A destination of another dtype than the stored one is cast; whether that is wanted has been
+    decided before (``_integrity.match``).
+
+    Raises:
+        CorruptedCheckpointError: A file ends early or a record cannot be decoded; names the key.
+        StorageError: The store failed.
+    """
+    plan = plan_reads([(d.key, d.box) for d in destinations], index)
+    jobs = [
+        _job(store, name, part, destinations)
+        for name, reads in plan.items()
+        for part in _parts(reads, thread_count)
+    ]
+    return sum(run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-read"))
+
+
+def _parts(reads: list[Read], count: int) -> list[list[Read]]:
+    """Cut the reads of a file into runs of about equal bytes, in file order."""
+    total = sum(read.chunk.nbytes for read in reads)
+    parts: list[list[Read]] = [[]]
+    seen = 0
+    for read in reads:
+        if seen * count >= total * len(parts):
+            parts.append([])
+        parts[-1].append(read)
+        seen += read.chunk.nbytes
+    return [part for part in parts if part]
+
+
+def _job(
+    store: Store, name: str, reads: list[Read], destinations: Sequence[Destination]
+) -> Callable[[Callable[[], None]], int]:
+    def run(check: Callable[[], None]) -> int:
+        nbytes = 0
+        for read in reads:
+            check()
+            target = destinations[read.request]
+            inside = read.region.relative_to(target.box)
+            view = target.view[inside.slices()] if inside.shape else target.view
+            try:
+                nbytes += _fill(store, name, read, view)
+            except CheckpointingException as error:
+                raise type(error)(f"{read.key!r}: {error}") from error
+        return nbytes
+
+    return run
+
+
+def _fill(store: Store, name: str, read: Read, view: torch.Tensor) -> int:
+    dtype = dtype_from_name(read.dtype)
+    if read.chunk.encoding == "torch_zip":
+        return _fill_from_record(store, name, read, view)
+    run, positions = byte_runs(read)
+    count = read.region.numel * dtype.itemsize // run
+    if count > _MANY_RUNS and _span(read) < count * (run + _CALL_NBYTES):
+        return _fill_from_span(store, name, read, view)
+    if view.dtype != dtype or not is_plain_memory(view):
+        return _fill_by_pieces(store, name, read, view)
+    memory = host_bytes(view)
+    at = 0
+    while batch := list(islice(positions, _MANY_RUNS)):
+        extents = [
+            Extent(position, memory[at + i * run : at + (i + 1) * run])
+            for i, position in enumerate(batch)
+        ]
+        store.read_ranges(name, extents)
+        at += len(batch) * run
+    return memory.nbytes
+
+
+def _fill_by_pieces(store: Store, name: str, read: Read, view: torch.Tensor) -> int:
+    """Read into bounce buffers of bounded size and copy (or cast) from there."""
+    dtype = dtype_from_name(read.dtype)
+    nbytes = 0
+    for box in split_box(read.region, dtype.itemsize, PIECE_NBYTES):
+        buffer = torch.empty(box.shape, dtype=dtype)
+        part = Read(read.request, read.key, read.dtype, read.chunk, box)
+        nbytes += _fill(store, name, part, buffer)
+        _copy(_sub_view(view, box, read.region), buffer)
+    return nbytes
+
+
+def _fill_from_span(store: Store, name: str, read: Read, view: torch.Tensor) -> int:
+    """Read everything between the first and the last run, and pick the runs from memory."""
+    region = read.region
+    span = _span(read)
+    if span > PIECE_NBYTES and any(n > 1 for n in region.shape):
+        nbytes = 0
+        for half in split_box(region, 1, (region.numel + 1) // 2):
+            part = Read(read.request, read.key, read.dtype, read.chunk, half)
+            nbytes += _fill(store, name, part, _sub_view(view, half, region))
+        return nbytes
+    dtype = dtype_from_name(read.dtype)
+    buffer = torch.empty(span // dtype.itemsize, dtype=dtype)
+    _, positions = byte_runs(read)
+    store.read_ranges(name, [Extent(next(positions), host_bytes(buffer))])
+    _copy(view, torch.as_strided(buffer, region.shape, _strides(read.chunk.box)))
+    return span
+
+
+def _fill_from_record(store: Store, name: str, read: Read, view: torch.Tensor) -> int:
+    """Take the region from a whole ``torch.save`` record, as other writers leave them."""
+    data = bytearray(read.chunk.nbytes)
+    store.read_ranges(name, [Extent(read.chunk.position, memoryview(data))])
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # a torn record makes torch raise almost anything
+        raise CorruptedCheckpointError(
+            f"{name}: no tensor record at byte {read.chunk.position} ({error})."
+        ) from error
+    expected = (read.chunk.box.shape, dtype_from_name(read.dtype))
+    if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
+        raise CorruptedCheckpointError(
+            f"{name}: the record at byte {read.chunk.position} is not a {read.dtype} tensor of "
+            f"shape {read.chunk.box.shape}."
+        )
+    inside = read.region.relative_to(read.chunk.box)
+    _copy(view, tensor[inside.slices()] if inside.shape else tensor)
+    return len(data)
+
+
+def _span(read: Read) -> int:
+    """Bytes from the first to the last byte of the region within its chunk."""
+    strides = _strides(read.chunk.box)
+    last = sum((n - 1) * s for n, s in zip(read.region.shape, strides, strict=True))
+    return (last + 1) * dtype_from_name(read.dtype).itemsize
+
+
+def _strides(box: Box) -> list[int]:
+    strides, size = [], 1
+    for extent in reversed(box.shape):
+        strides.append(size)
+        size *= extent
+    return strides[::-1]
+
+
+def _sub_view(view: torch.Tensor, box: Box, region: Box) -> torch.Tensor:
+    return view[box.relative_to(region).slices()] if box.shape else view
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the bits of ``source``, or cast if the dtypes differ."""
+    with torch.no_grad():
+        if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
+            bits(target).copy_(bits(source))
+        else:
+            target.copy_(source)

@@ -1,0 +1,144 @@
+"""Do the shards of all ranks tile each tensor: nothing missing, nothing twice.
+
+Here: pure checks over the descriptions of all ranks, for regular and uneven boxes alike. Not here:
+who then writes (``_planning.distribution``). Runs on rank 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from dist_ckpt._geometry import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from dist_ckpt._planning.describe import ShardInfo
+
+__all__ = ["agreement_problems", "coverage_problems"]
+
+_SHOWN = 4
+
+
+def agreement_problems(views: Sequence[Sequence[ShardInfo]]) -> list[str]:
+    """Return where ranks disagree on a tensor's dtype or global shape, for every key."""
+    problems = []
+    for key, held in sorted(_by_key(views).items()):
+        for what in ("dtype", "global_shape"):
+            ranks: dict[object, list[int]] = defaultdict(list)
+            for rank, info in held:
+                if rank not in ranks[getattr(info, what)]:
+                    ranks[getattr(info, what)].append(rank)
+            if len(ranks) > 1:
+                told = ", ".join(f"{value} on ranks {at}" for value, at in ranks.items())
+                problems.append(f"{key!r}: ranks disagree on {what}: {told}")
+    return problems
+
+
+def coverage_problems(views: Sequence[Sequence[ShardInfo]]) -> list[str]:
+    """Return every gap, overlap and double main replica, for every key.
+
+    A shard counts once, however many replicas of it there are. Among replicas of writer ``main``
+    exactly one must be the main one; for ``any`` and ``first`` one holder is enough.
+    """
+    problems = []
+    for key, held in sorted(_by_key(views).items()):
+        shape = held[0][1].global_shape
+        ranks = sorted({rank for rank, _ in held})
+        where = f"(global shape {shape}, ranks {_shown(ranks)})"
+        boxes = []
+        by_box: dict[Box, list[tuple[int, ShardInfo]]] = defaultdict(list)
+        for rank, info in held:
+            if info.box.numel:
+                by_box[info.box].append((rank, info))
+        for box, holders in sorted(by_box.items()):
+            mains = _mains(holders)
+            if len(mains) > 1:
+                problems.append(f"{key!r}: {_box(box)} has main replicas on ranks {mains} {where}")
+            if mains:
+                boxes.append(box)
+        problems += [
+            f"{key!r}: {_box(a)} and {_box(b)} overlap {where}" for a, b in _overlaps(boxes)
+        ]
+        problems += [
+            f"{key!r}: {_box(gap)} is saved by no main replica {where}"
+            for gap in _gaps(boxes, shape)
+        ]
+    return problems
+
+
+def _by_key(views: Sequence[Sequence[ShardInfo]]) -> dict[str, list[tuple[int, ShardInfo]]]:
+    by_key: dict[str, list[tuple[int, ShardInfo]]] = defaultdict(list)
+    for rank, view in enumerate(views):
+        for info in view:
+            by_key[info.key].append((rank, info))
+    return by_key
+
+
+def _mains(holders: list[tuple[int, ShardInfo]]) -> list[int]:
+    """Return the ranks whose copy counts: one is right, none is a gap, more are too many."""
+    if any(info.writer == "main" for _, info in holders):
+        return [rank for rank, info in holders if info.is_main]
+    return [holders[0][0]]
+
+
+def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
+    """Return pairs of boxes that share an element; a few are enough to tell."""
+    if len(boxes) < 2 or not boxes[0].shape:  # noqa: PLR2004 - a pair
+        return []
+    axis = max(range(len(boxes[0].shape)), key=lambda a: len({b.offset[a] for b in boxes}))
+    ordered = sorted(boxes, key=lambda box: (box.offset[axis], box))
+    if all(a.stop[axis] <= b.offset[axis] for a, b in pairwise(ordered)):
+        return []
+    found, active = [], list[Box]()
+    for box in ordered:
+        active = [other for other in active if other.stop[axis] > box.offset[axis]]
+        found += [(other, box) for other in active if other.intersect(box) is not None]
+        if len(found) >= _SHOWN:
+            break
+        active.append(box)
+    return found[:_SHOWN]
+
+
+def _gaps(boxes: list[Box], shape: tuple[int, ...]) -> list[Box]:
+    """Return boxes of the tensor that no box covers; a few are enough to tell."""
+    total = math.prod(shape)
+    if sum(box.numel for box in boxes) >= total and not _overlaps(boxes):
+        return []
+    rest = [Box((0,) * len(shape), shape)] if total else []
+    for box in boxes:
+        rest = [part for piece in rest for part in _minus(piece, box)]
+    return rest[:_SHOWN]
+
+
+def _minus(piece: Box, hole: Box) -> Iterable[Box]:
+    common = piece.intersect(hole)
+    if common is None:
+        yield piece
+        return
+    offset, shape = list(piece.offset), list(piece.shape)
+    for axis in range(len(shape)):
+        for start, stop in (
+            (offset[axis], common.offset[axis]),
+            (common.stop[axis], offset[axis] + shape[axis]),
+        ):
+            if stop > start:
+                yield Box(
+                    (*offset[:axis], start, *offset[axis + 1 :]),
+                    (*shape[:axis], stop - start, *shape[axis + 1 :]),
+                )
+        offset[axis], shape[axis] = common.offset[axis], common.shape[axis]
+
+
+def _box(box: Box) -> str:
+    if not box.shape:
+        return "the value"
+    return "[" + ", ".join(f"{o}:{s}" for o, s in zip(box.offset, box.stop, strict=True)) + "]"
+
+
+def _shown(ranks: list[int]) -> str:
+    told = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"{told}, ... ({len(ranks)} in all)" if len(ranks) > _SHOWN else told

@@ -1,0 +1,73 @@
+"""Does a request agree with what a checkpoint holds.
+
+Here: pure checks of one rank's request against the index. Not here: which keys no rank asked for
+(``validation``, it needs all ranks). Runs on every rank for itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from dist_ckpt._geometry import Box
+from dist_ckpt._planning.describe import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
+    from dist_ckpt.mapping import ShardedTensor
+
+__all__ = ["content_problems", "describe_unexpected", "wanted_box"]
+
+
+def wanted_box(box: Box, stored_shape: tuple[int, ...]) -> Box | None:
+    """Return the part of ``box`` that lies within ``stored_shape``."""
+    return box.intersect(Box((0,) * len(stored_shape), stored_shape)) if box.shape else box
+
+
+def content_problems(
+    tensors: Sequence[ShardedTensor], index: CheckpointIndex, *, cast: bool
+) -> list[str]:
+    """Return every disagreement in shape, dtype or coverage. All keys must be in the index."""
+    problems = []
+    for tensor in tensors:
+        stored = index.tensors[tensor.key]
+        expected = tuple(tensor.global_shape)
+        loose = tensor.allow_shape_mismatch and len(expected) == len(stored.shape)
+        if expected != stored.shape and not loose:
+            problems.append(
+                f"{tensor.key!r}: global shape {expected} is expected, {stored.shape} is stored"
+            )
+            continue
+        if dtype_name(tensor.dtype) != stored.dtype and not cast:
+            problems.append(
+                f"{tensor.key!r}: {dtype_name(tensor.dtype)} is expected, {stored.dtype} is stored"
+            )
+        problems += _holes(tensor, stored)
+    return problems
+
+
+def _holes(tensor: ShardedTensor, stored: StoredTensor) -> Iterable[str]:
+    for box, _ in tensor.pieces():
+        wanted = wanted_box(box, stored.shape)
+        if wanted is None or not wanted.numel:
+            continue
+        common = (wanted.intersect(c.box) if wanted.shape else wanted for c in stored.chunks)
+        have = sum(part.numel for part in common if part is not None)
+        if have != wanted.numel:
+            yield (
+                f"{tensor.key!r}: {have} of the {wanted.numel} elements at {wanted.offset} of "
+                f"shape {wanted.shape} are stored"
+            )
+
+
+def describe_unexpected(keys: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Return one line for each requested key that is not stored, with the nearest stored one."""
+    names = list(known)
+    lines = []
+    for position, key in enumerate(keys):
+        # The nearest name costs a pass over all names: only the first few are worth it.
+        near = difflib.get_close_matches(key, names, n=1) if position < 8 else []  # noqa: PLR2004
+        lines.append(f"{key!r} is not stored" + (f" (nearest: {near[0]!r})" if near else ""))
+    return lines

@@ -1,0 +1,141 @@
+"""Checkpoints whose names differ from the job's, seen under the job's names.
+
+Here: the renaming of keys and of names in the common part, pure. Not here: reading
+(``_formats.torch_dist``), deciding for all ranks (``training_state``).
+
+Two cases. Checkpoints of torch's own ``get_state_dict`` (torch.distributed.checkpoint.state_dict,
+torch 2.13), written by ``dcp.save({"model": ..., "optimizer": ...})``: flat keys ``model.{name}``
+and ``optimizer.state.{name}.{state}``, parameter groups with names. And a model that is an
+attribute on one side and stands alone on the other: a LightningModule's ``net.weight`` is the
+``weight`` of the bare ``net`` under Accelerate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dist_ckpt._planning.index import CheckpointIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from dist_ckpt._formats.torch_dist.contents import CheckpointContents
+    from dist_ckpt.types import StateDict
+
+__all__ = ["Prefixes", "adopt_torch_common", "adopt_torch_keys", "find_prefixes", "rename"]
+
+_MODEL, _STATE = "model.", "optimizer.state."
+
+
+def adopt_torch_keys(contents: CheckpointContents) -> CheckpointContents:
+    """Return the contents with torch's keys renamed to ours; other keys stay as they are."""
+    tensors = {_our_key(key): tensor for key, tensor in contents.index.tensors.items()}
+    return replace(contents, index=CheckpointIndex(tensors))
+
+
+def _our_key(key: str) -> str:
+    if key.startswith(_MODEL):
+        return f"models.0.{key.removeprefix(_MODEL)}"
+    if key.startswith(_STATE):
+        name, _, state = key.removeprefix(_STATE).rpartition(".")
+        return f"optimizers.0.state.{state}.0.{name}"
+    return key
+
+
+def adopt_torch_common(common: StateDict) -> StateDict:
+    """Return the common part as ours: the optimizer's values by our names, the rest as common."""
+    rest = {key: value for key, value in common.items() if key != "optimizer"}
+    optimizer: dict[str, Any] = common.get("optimizer") or {}
+    adopted: StateDict = {"common": rest}
+    if optimizer:
+        groups = [
+            {**group, "params": [f"0.{name}" for name in group.get("params", ())]}
+            for group in optimizer.get("param_groups", [])
+        ]
+        state = {f"0.{name}": value for name, value in optimizer.get("state", {}).items()}
+        adopted["optimizers"] = {"0": {"state": state, "param_groups": groups}}
+    return adopted
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """What stands before every name on one side only; one of the two is empty."""
+
+    stored: str
+    own: str
+
+    def __call__(self, name: str) -> str:
+        """Return the job's name of a stored one."""
+        return self.own + name.removeprefix(self.stored)
+
+
+def find_prefixes(own: Collection[str], stored: Collection[str]) -> Prefixes | None:
+    """Return the prefix that makes all of the job's names stored ones; None if there is none.
+
+    Only for names that have nothing in common: as soon as one name agrees, nothing is renamed.
+    Two prefixes that both fit (two copies of a model in one checkpoint) are none.
+    """
+    if not own or not set(own).isdisjoint(stored):
+        return None
+    first = min(own)
+    found = [
+        Prefixes(name.removesuffix(first), "") for name in stored if name.endswith(f".{first}")
+    ]
+    found += [
+        Prefixes("", first.removesuffix(name)) for name in stored if first.endswith(f".{name}")
+    ]
+    names = set(stored)
+    fits = [
+        one
+        for one in found
+        if all(n.startswith(one.own) and one.stored + n.removeprefix(one.own) in names for n in own)
+    ]
+    return fits[0] if len(fits) == 1 else None
+
+
+def rename(
+    contents: CheckpointContents, tree: StateDict, i: int, name: Callable[[str], str]
+) -> tuple[CheckpointContents, StateDict]:
+    """Return contents and common part with the names of model ``i`` changed by ``name``."""
+    tensors = {_renamed_key(k, i, name): t for k, t in contents.index.tensors.items()}
+    changed = dict(tree)
+    for section in ("tied", "extra_state"):
+        part = dict(tree.get(section, {}))
+        part[str(i)] = {
+            name(k): name(v) if section == "tied" else v for k, v in part.get(str(i), {}).items()
+        }
+        changed[section] = part
+    changed["optimizers"] = {
+        j: _renamed_optimizer(saved, f"{i}.", name)
+        for j, saved in tree.get("optimizers", {}).items()
+    }
+    return replace(contents, index=CheckpointIndex(tensors)), changed
+
+
+def _renamed_key(key: str, i: int, name: Callable[[str], str]) -> str:
+    head, _, rest = key.partition(".")
+    if head == "models" and rest.startswith(f"{i}."):
+        return f"models.{i}.{name(rest.removeprefix(f'{i}.'))}"
+    # optimizers.{j}.state.{state}.{i}.{name} and optimizers.{j}.opaque.{i}.{name}
+    parts = key.split(".", 5)
+    if head != "optimizers" or len(parts) < 5:  # noqa: PLR2004 - the shorter of the two forms
+        return key
+    at = {"state": 4, "opaque": 3}.get(parts[2], 0)
+    if not 0 < at < len(parts) - 1 or parts[at] != str(i):
+        return key
+    parameter = ".".join(parts[at + 1 :])
+    return ".".join((*parts[: at + 1], name(parameter)))
+
+
+def _renamed_optimizer(saved: StateDict, mark: str, name: Callable[[str], str]) -> StateDict:
+    def parameter(one: str) -> str:
+        return mark + name(one.removeprefix(mark)) if one.startswith(mark) else one
+
+    changed = dict(saved)
+    changed["state"] = {parameter(k): v for k, v in saved.get("state", {}).items()}
+    changed["param_groups"] = [
+        {**group, "params": [parameter(one) for one in group.get("params", ())]}
+        for group in saved.get("param_groups", [])
+    ]
+    return changed

@@ -1,0 +1,143 @@
+"""What a checkpoint holds: keys, shapes, dtypes, and where each stored chunk lies.
+
+Here: the index as frozen data, with its JSON form. Not here: other formats' metadata .
+Built by rank 0 at the end of a save; read by rank 0 at the start of a load and sent to all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from dist_ckpt._geometry import Box
+from dist_ckpt._planning.describe import Role, dtype_from_name
+from dist_ckpt.errors import CorruptedCheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["CheckpointIndex", "StoredChunk", "StoredTensor"]
+
+INDEX_VERSION = 1
+_MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
+"""What reading a document of the wrong shape raises."""
+
+Encoding: TypeAlias = Literal["raw", "torch_zip"]
+"""``raw``: row-major bytes at the position; ``torch_zip``: a whole ``torch.save`` record."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """One box of a tensor, stored in one place."""
+
+    box: Box
+    file: str
+    position: int
+    nbytes: int
+    encoding: Encoding = "raw"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A global tensor and its chunks; no two of them share an element."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+    role: Role = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointIndex:
+    """All that is stored: key -> tensor."""
+
+    tensors: Mapping[str, StoredTensor]
+
+    def to_json(self) -> bytes:
+        """Return the index as UTF-8 JSON; files are named once and referred to by number."""
+        files = sorted({chunk.file for t in self.tensors.values() for chunk in t.chunks})
+        number = {name: i for i, name in enumerate(files)}
+        entries = {
+            key: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "role": tensor.role,
+                "chunks": [
+                    [c.box.offset, c.box.shape, number[c.file], c.position, c.nbytes]
+                    for c in tensor.chunks
+                ],
+            }
+            for key, tensor in sorted(self.tensors.items())
+        }
+        document = {"version": INDEX_VERSION, "files": files, "tensors": entries}
+        return json.dumps(document, separators=(",", ":")).encode("ascii")
+
+    @classmethod
+    def from_json(cls, data: bytes, *, where: str, sizes: Mapping[str, int]) -> CheckpointIndex:
+        """Return the index of ``data``, believing nothing: every name, size and offset is checked.
+
+        Args:
+            data: The file's bytes.
+            where: Its path, for errors.
+            sizes: The files of the manifest with their sizes; only these may be referred to.
+
+        Raises:
+            CorruptedCheckpointError: Anything is not as it must be.
+        """
+        try:
+            document = json.loads(data)
+            if document["version"] != INDEX_VERSION:
+                raise CorruptedCheckpointError(
+                    f"{where}: index version {document['version']!r}; this release reads "
+                    f"{INDEX_VERSION}.",
+                    hint="upgrade dist-ckpt.",
+                )
+            files = document["files"]
+            tensors = {
+                key: _tensor_from_json(key, entry, files, sizes)
+                for key, entry in document["tensors"].items()
+            }
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            RecursionError,
+        ) as error:
+            raise CorruptedCheckpointError(
+                f"{where}: not an index of ours ({type(error).__name__}: {error})."
+            ) from error
+        return cls(tensors)
+
+
+def _tensor_from_json(
+    key: str, entry: dict[str, Any], files: list[str], sizes: Mapping[str, int]
+) -> StoredTensor:
+    shape = _int_tuple(entry["shape"])
+    itemsize = dtype_from_name(entry["dtype"]).itemsize
+    if entry["role"] not in ("tensor", "object", "part"):
+        raise ValueError(f"{key!r}: unknown role {entry['role']!r}")
+    chunks = []
+    for offset, extent, file, *place in entry["chunks"]:
+        box = Box(_int_tuple(offset), _int_tuple(extent))
+        name = files[file]
+        position, nbytes = _int_tuple(place)
+        if not box.within(shape) or nbytes != box.numel * itemsize:
+            raise ValueError(f"{key!r}: chunk {box} of {nbytes} bytes does not fit shape {shape}")
+        if position + nbytes > sizes.get(name, -1):
+            raise ValueError(f"{key!r}: chunk at {position}+{nbytes} is outside of file {name!r}")
+        chunks.append(StoredChunk(box, name, position, nbytes))
+    stored = sum(chunk.box.numel for chunk in chunks)
+    if stored > math.prod(shape):
+        raise ValueError(f"{key!r}: {stored} elements are stored of {math.prod(shape)}")
+    return StoredTensor(entry["dtype"], shape, tuple(chunks), entry["role"])
+
+
+def _int_tuple(values: Any) -> tuple[int, ...]:
+    result = tuple(values)
+    if not all(type(n) is int and n >= 0 for n in result):
+        raise ValueError(f"expected sizes, found {values!r}")
+    return result

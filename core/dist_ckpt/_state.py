@@ -1,0 +1,231 @@
+"""A sharded state dict taken apart for a save, and put together after a load.
+
+Here: which leaf is common, sharded, an object or not persistent, and how positions survive. Not
+here: what happens to the parts. Runs on every rank for itself; the caller's containers are never
+changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dist_ckpt.dict_utils import (
+    dict_list_map_outplace,
+    extract_matching_values,
+    find_hidden_leaves,
+    nested_items_with_path,
+    nested_values,
+)
+from dist_ckpt.errors import InvalidShardingError, MismatchError
+from dist_ckpt.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    apply_factory_merges,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from dist_ckpt.types import ShardedStateDict, StateDict
+
+__all__ = ["LoadParts", "SaveParts", "merge_after_load", "split_for_load", "split_for_save"]
+
+_HOLE_KEY = "__sharded__"
+"""In a list of the common part, ``{"__sharded__": true}`` keeps the place of a sharded leaf."""
+
+
+class _Absent:
+    """Stands for a leaf that is not to be loaded; only its identity counts."""
+
+
+_ABSENT = _Absent()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveParts:
+    """What a save stores: the common tree, and the sharded leaves in the order they stand in."""
+
+    common: StateDict
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadParts:
+    """What a load asks for.
+
+    Attributes:
+        template: The request with factories built; containers are our own.
+        factories: The same nesting with factories as leaves, lists as dicts by position.
+        tensors: The sharded tensors of ``template``.
+        objects: The sharded objects of ``template``.
+    """
+
+    template: ShardedStateDict
+    factories: dict[Any, Any]
+    tensors: tuple[ShardedTensor, ...]
+    objects: tuple[ShardedObject, ...]
+
+
+def split_for_save(sharded_state_dict: ShardedStateDict) -> SaveParts:
+    """Take a state dict apart; factories are built first.
+
+    Raises:
+        InvalidShardingError: A sharded leaf hides in a tuple, set or dataclass.
+    """
+    tree = _built(sharded_state_dict)
+    leaves = [leaf for leaf in nested_values(tree) if isinstance(leaf, ShardedBase)]
+    common = _common(tree)
+    return SaveParts(
+        common=common if isinstance(common, dict) else {},
+        tensors=tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor)),
+        objects=tuple(leaf for leaf in leaves if isinstance(leaf, ShardedObject)),
+    )
+
+
+def split_for_load(sharded_state_dict: ShardedStateDict) -> LoadParts:
+    """Take a request apart; factories are built first.
+
+    Raises:
+        InvalidShardingError: A sharded leaf hides in a tuple, set or dataclass.
+    """
+    factories, _ = extract_matching_values(
+        sharded_state_dict,
+        lambda x: isinstance(x, ShardedTensorFactory),
+        return_lists_as_dicts=True,
+    )
+    tree = _built(sharded_state_dict)
+    leaves = list(nested_values(tree))
+    return LoadParts(
+        template=tree,
+        factories=factories if isinstance(factories, dict) else dict(enumerate(factories)),
+        tensors=tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor)),
+        objects=tuple(leaf for leaf in leaves if isinstance(leaf, ShardedObject)),
+    )
+
+
+def _built(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    if not isinstance(sharded_state_dict, dict):
+        raise InvalidShardingError(
+            f"a sharded state dict is a dict, found {type(sharded_state_dict).__name__}"
+        )
+    hidden = [
+        ".".join(map(str, path))
+        for path, _ in find_hidden_leaves(
+            sharded_state_dict, lambda x: isinstance(x, ShardedBase | LocalNonpersistentObject)
+        )
+    ]
+    if hidden:
+        raise InvalidShardingError(
+            f"sharded leaves stand inside tuples, sets or dataclasses at {', '.join(hidden)}; "
+            "only dicts and lists are containers.",
+            hint="use a list or a dict there.",
+        )
+    tree: ShardedStateDict = dict_list_map_outplace(lambda leaf: leaf, sharded_state_dict)
+    apply_factories(tree)
+    return tree
+
+
+def _is_sharded(leaf: object) -> bool:
+    return isinstance(leaf, ShardedBase | LocalNonpersistentObject)
+
+
+def _common(node: Any) -> Any:
+    """Return ``node`` without its sharded leaves, or ``_ABSENT`` if it is one.
+
+    A list of nothing but sharded leaves goes as a whole: another layout may cut it differently.
+    """
+    if isinstance(node, dict):
+        kept = {key: _common(value) for key, value in node.items()}
+        return {key: value for key, value in kept.items() if value is not _ABSENT}
+    if isinstance(node, list):
+        values = [_common(value) for value in node]
+        if values and all(value is _ABSENT for value in values):
+            return _ABSENT
+        return [{_HOLE_KEY: True} if value is _ABSENT else value for value in values]
+    return _ABSENT if _is_sharded(node) else node
+
+
+def merge_after_load(
+    parts: LoadParts,
+    common: StateDict,
+    tensors: Mapping[int, Any],
+    objects: Mapping[int, Any],
+) -> StateDict:
+    """Put together what was loaded.
+
+    Args:
+        parts: The request.
+        common: The common part; owned by the caller's load, may be reused.
+        tensors: ``id(ShardedTensor)`` -> loaded tensor; a leaf that is missing here was dropped.
+        objects: ``id(ShardedObject)`` -> loaded object, likewise.
+
+    Raises:
+        MismatchError: A list of the request and of the checkpoint differ in length.
+    """
+
+    def value(leaf: object) -> object:
+        if isinstance(leaf, LocalNonpersistentObject):
+            return leaf.unwrap()
+        if isinstance(leaf, ShardedTensor):
+            return tensors.get(id(leaf), _ABSENT)
+        if isinstance(leaf, ShardedObject):
+            return objects.get(id(leaf), _ABSENT)
+        return _ABSENT
+
+    loaded = _map_leaves(value, parts.template)
+    loaded = apply_factory_merges(loaded, parts.factories)
+    merged = _merged(common, loaded, ())
+    return merged if isinstance(merged, dict) else {}
+
+
+def _map_leaves(f: Callable[[object], object], node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _map_leaves(f, value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_map_leaves(f, value) for value in node]
+    return f(node)
+
+
+def _merged(common: Any, loaded: Any, path: tuple[Any, ...]) -> Any:
+    if isinstance(loaded, dict):
+        base = dict(common) if isinstance(common, dict) and not _is_hole(common) else {}
+        for key, value in loaded.items():
+            result = _merged(base.get(key, _ABSENT), value, (*path, key))
+            if result is not _ABSENT:
+                base[key] = result
+        return base
+    if isinstance(loaded, list) and isinstance(common, list):
+        if len(loaded) != len(common):
+            raise MismatchError(
+                f"list at {'.'.join(map(str, path))!r}: {len(loaded)} elements are expected, "
+                f"{len(common)} are stored"
+            )
+        return [
+            _merged(c, v, (*path, i)) for i, (c, v) in enumerate(zip(common, loaded, strict=True))
+        ]
+    if isinstance(loaded, list):
+        values = [_merged(_ABSENT, v, (*path, i)) for i, v in enumerate(loaded)]
+        if values and all(value is _ABSENT for value in values):
+            return common
+        return [None if value is _ABSENT else value for value in values]
+    if loaded is _ABSENT:
+        return common
+    return loaded
+
+
+def _is_hole(node: object) -> bool:
+    return isinstance(node, dict) and set(node) == {_HOLE_KEY}
+
+
+def leaf_path(tree: ShardedStateDict, wanted: object) -> str:
+    """Return the dotted path of a leaf in ``tree``, for error messages."""
+    for path, leaf in nested_items_with_path(tree):
+        if leaf is wanted:
+            return ".".join(map(str, path))
+    return "?"

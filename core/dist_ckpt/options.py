@@ -1,0 +1,56 @@
+"""What a caller may choose about one save or one load.
+
+Here: two frozen option classes with their defaults. Not here: YAML and environment (``config``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dist_ckpt._engine.commit import Replace
+
+__all__ = ["LoadOptions", "SaveOptions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Choices of one save.
+
+    Attributes:
+        thread_count: Files that this rank writes at a time.
+        timeout_secs: How long ranks wait for each other in one step.
+        replace: ``checkpoint``: the target may be an older checkpoint, or not be there; anything
+            else is an error. ``any``: whatever stands there is replaced; files of a directory that
+            no checkpoint of ours wrote are kept beside the new one.
+        staging_dir: Where the attempt directory is made; beside the target if None. Must be on the
+            same file system.
+        include_dir: Its entries are moved into the checkpoint before it is committed (rank 0's).
+    """
+
+    thread_count: int = 2
+    timeout_secs: float = 1800.0
+    replace: Replace = "checkpoint"
+    staging_dir: Path | None = None
+    include_dir: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """Choices of one load.
+
+    Attributes:
+        thread_count: Reads at a time on this rank.
+        timeout_secs: How long ranks wait for each other in one step.
+        allow_pickle: Whether values that were pickled may be loaded. That runs code from the
+            checkpoint: only for checkpoints you trust.
+        cast: What to do if stored and requested dtype differ: raise, or convert.
+    """
+
+    thread_count: int = 2
+    timeout_secs: float = 1800.0
+    allow_pickle: bool = False
+    cast: Literal["error", "allow"] = "error"

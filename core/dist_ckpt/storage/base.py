@@ -1,0 +1,69 @@
+"""The store port: seven operations on named files, and no idea of tensors or ranks.
+
+Here: the protocol and its one data type. Not here: implementations (one file each beside this).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Extent", "Store", "checked_name"]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes at a position of a file: to be written from ``buffer``, or read into it."""
+
+    position: int
+    buffer: memoryview | bytes
+
+
+class Store(Protocol):
+    """Named files below one root. Names are relative, ``/``-separated and confined to the root.
+
+    Every method raises ``StorageError`` naming the file; ``CheckpointNotFoundError`` for a file
+    that is not there. All are safe to call from several threads on different files.
+    """
+
+    def write(self, name: str, extents: Iterable[Extent], *, nbytes: int) -> None:
+        """Create ``name`` with ``nbytes`` bytes from ``extents`` and make it durable.
+
+        Extents are taken one at a time, so an iterator may make each just before it is needed.
+        """
+        ...
+
+    def create(self, name: str, data: bytes) -> None:
+        """Create ``name`` with ``data``, durably; an error if it exists."""
+        ...
+
+    def read(self, name: str, *, max_nbytes: int) -> bytes:
+        """Return a whole small file; an error if it is longer than ``max_nbytes``."""
+        ...
+
+    def read_ranges(self, name: str, extents: Sequence[Extent]) -> None:
+        """Fill the buffers of ``extents`` from ``name``; too short a file is an error."""
+        ...
+
+    def list(self) -> list[str]:
+        """Return the names of the files directly below the root, sorted."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove ``name``; nothing happens if it is not there."""
+        ...
+
+    def nbytes(self, name: str) -> int | None:
+        """Return the size of ``name``, or None if it is not there."""
+        ...
+
+
+def checked_name(name: str) -> str:
+    """Return ``name`` if it stays below a store's root, else raise ``ValueError``."""
+    parts = name.split("/")
+    if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"unsafe file name {name!r}")
+    return name

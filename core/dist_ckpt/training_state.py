@@ -1,0 +1,442 @@
+"""The state of a training job, in one key space: what the adapters and most users save and load.
+
+Here: models, optimizers, common values and per-rank values -> one sharded state dict, and back into
+live objects. Not here: how sharding is found (``derive``), how bytes move (``serialization``). All
+of it is collective unless said otherwise.
+
+Keys: ``models.{i}.{name}``, ``optimizers.{j}.state.{state}.{i}.{name}``, ``per_rank``; names are
+those of the unwrapped module. They are the same under every layout and framework.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from dist_ckpt._comm import default_communicator
+from dist_ckpt._engine.commit import remove_tree
+from dist_ckpt._loading import (
+    open_checkpoint,
+    open_together,
+    read_common,
+    read_object,
+    read_whole,
+    run_load,
+    stored_keys,
+)
+from dist_ckpt._names import adopt_torch_common, adopt_torch_keys, find_prefixes, rename
+from dist_ckpt._saving import run_save
+from dist_ckpt.derive import (
+    load_optimizer_state,
+    model_layout,
+    optimizer_template,
+    sharded_model_state,
+    sharded_optimizer_state,
+)
+from dist_ckpt.derive.values import sharded_values
+from dist_ckpt.errors import CheckpointNotFoundError, MismatchError
+from dist_ckpt.mapping import ShardedObject
+from dist_ckpt.options import LoadOptions, SaveOptions
+from dist_ckpt.validation import StrictPolicy, shortened
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dist_ckpt._formats.torch_dist.contents import CheckpointContents
+    from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
+
+__all__ = [
+    "CheckpointView",
+    "TrainingState",
+    "is_checkpoint",
+    "load_model_and_optimizer",
+    "remove_checkpoint",
+    "save_model_and_optimizer",
+    "save_training_state",
+]
+
+logger = logging.getLogger(__name__)
+
+_PER_RANK = "per_rank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """What one rank gives to a save.
+
+    Attributes:
+        models: Live modules, wrapped or not, in the same order on all ranks.
+        optimizers: Live optimizers, likewise.
+        common: Values that are the same on all ranks; rank 0's are stored.
+        per_rank: This rank's own values (random state, samplers); stored for each rank.
+        framework: Who saves: ``lightning``, ``accelerate``, ...
+        replicas: Whether plain parameters are equal on all ranks, see ``derive.model_layout``.
+        model_values: For model i, tensors to store by name in place of the module's own; None or
+            absent to store the module's.
+    """
+
+    models: Sequence[nn.Module] = ()
+    optimizers: Sequence[Any] = ()
+    common: StateDict = field(default_factory=dict)
+    per_rank: Any = None
+    framework: str = ""
+    replicas: Literal["equal", "differ"] | None = None
+    model_values: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+
+def save_training_state(
+    checkpoint_dir: PathLike,
+    state: TrainingState,
+    *,
+    options: SaveOptions | None = None,
+    communicator: Communicator | None = None,
+) -> None:
+    """Save a job's state as one checkpoint directory. Collective.
+
+    Raises:
+        CheckpointingException: On every rank, whatever failed on any; nothing is committed then.
+    """
+    options = options or SaveOptions()
+    comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
+    build = functools.partial(_tree, state, comm)
+    run_save(build, Path(checkpoint_dir), comm, options, check_coverage=True)
+
+
+def _tree(state: TrainingState, comm: Communicator) -> ShardedStateDict:
+    layouts = [model_layout(model, replicas=state.replicas) for model in state.models]
+    tree: ShardedStateDict = {
+        "dist_ckpt": {"framework": state.framework, "world_size": comm.size},
+        "models": {},
+        "tied": {},
+        "extra_state": {},
+        "optimizers": {},
+        "common": state.common,
+    }
+    for i, (model, layout) in enumerate(zip(state.models, layouts, strict=True)):
+        prefix = f"models.{i}."
+        values = state.model_values.get(i)
+        tree["models"][str(i)] = (
+            sharded_model_state(layout, prefix=prefix)
+            if values is None
+            else sharded_values(values, layout, prefix=prefix)
+        )
+        tree["tied"][str(i)] = dict(layout.tied)
+        tree["extra_state"][str(i)] = {
+            name: module.get_extra_state() for name, module in _with_extra_state(model)
+        }
+    for j, optimizer in enumerate(state.optimizers):
+        tree["optimizers"][str(j)] = sharded_optimizer_state(
+            optimizer, layouts, prefix=f"optimizers.{j}."
+        )
+    if state.per_rank is not None:
+        tree[_PER_RANK] = {
+            str(comm.rank): ShardedObject(_PER_RANK, state.per_rank, (comm.size,), (comm.rank,))
+        }
+    return tree
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    base = torch.nn.Module.get_extra_state
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not base:
+            wrappers = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+            yield ".".join(part for part in name.split(".") if part not in wrappers), module
+
+
+class CheckpointView:
+    """A committed checkpoint, opened by all ranks, to load live objects from.
+
+    Get one from ``CheckpointView.open``. Every method is collective unless it says otherwise.
+    """
+
+    def __init__(
+        self,
+        contents: CheckpointContents,
+        common: StateDict,
+        comm: Communicator,
+        options: LoadOptions,
+    ) -> None:
+        """Hold what was opened; use ``open``."""
+        self._contents, self._tree, self._comm, self._options = contents, common, comm, options
+        self._stored = stored_keys(contents)
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint_dir: PathLike,
+        *,
+        options: LoadOptions | None = None,
+        communicator: Communicator | None = None,
+    ) -> CheckpointView:
+        """Open a checkpoint and read its common part. Collective.
+
+        Checkpoints that torch's DCP wrote as ``{"model": ..., "optimizer": ...}`` (by
+        ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict``) are seen under our keys.
+
+        Raises:
+            CheckpointNotFoundError: Nothing committed there.
+            UnsafeContentError: A value needs ``LoadOptions(allow_pickle=True)``.
+        """
+        options = options or LoadOptions()
+        comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
+        contents = open_together(Path(checkpoint_dir), comm)
+        read = functools.cache(lambda: read_common(contents, options))
+        comm.map_reduce(f"reading {checkpoint_dir}", lambda: read() is None, lambda _: None)
+        common = read()
+        if contents.common is None:
+            contents, common = adopt_torch_keys(contents), adopt_torch_common(common)
+        return cls(contents, common, comm, options)
+
+    @property
+    def common(self) -> StateDict:
+        """The values that were saved as ``TrainingState.common``. Not collective."""
+        common: StateDict = self._tree.get("common", {})
+        return common
+
+    @property
+    def framework(self) -> str:
+        """Who saved the checkpoint; empty if unknown. Not collective."""
+        return str(self._tree.get("dist_ckpt", {}).get("framework", ""))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that saved it; 0 if unknown. Not collective."""
+        return self._contents.world_size
+
+    @property
+    def num_models(self) -> int:
+        """Number of models in it. Not collective."""
+        return _count(self._stored, "models.")
+
+    @property
+    def num_optimizers(self) -> int:
+        """Number of optimizers in it. Not collective."""
+        return max(_count(self._stored, "optimizers."), len(self._tree.get("optimizers", {})))
+
+    def model_names(self, i: int) -> list[str]:
+        """Return the names of all tensors of model ``i``, tied ones too. Not collective."""
+        prefix = f"models.{i}."
+        names = [key.removeprefix(prefix) for key in self._stored if key.startswith(prefix)]
+        return sorted({*names, *self._tied(i)})
+
+    def load_model(self, i: int, model: nn.Module, *, strict: bool = True) -> None:
+        """Fill a model's parameters and buffers in place; each rank reads only what it holds.
+
+        Args:
+            i: Which model of the checkpoint.
+            model: The live module, in the layout it trains in.
+            strict: Whether names that only one side has are an error; else they are skipped.
+
+        Raises:
+            MismatchError: Names, shapes or dtypes do not agree.
+        """
+        prefix = f"models.{i}."
+        self._align(i, model)
+        run_load(
+            lambda: {"models": {str(i): self._model_request(i, model)}},
+            self._contents,
+            self._comm,
+            self._options,
+            StrictPolicy(reaction="raise" if strict else "ignore", check_missing=False),
+            check_coverage=False,
+            common={},
+        )
+        if strict:
+            self._check_all_taken(i, model, prefix)
+        extra = self._tree.get("extra_state", {}).get(str(i), {})
+        for name, module in _with_extra_state(model):
+            if name in extra:
+                module.set_extra_state(extra[name])
+
+    def _align(self, i: int, model: nn.Module) -> None:
+        """See model ``i`` of the checkpoint under the job's names, if only a prefix differs."""
+        stored = set(self.model_names(i))
+        prefixes = self._comm.map_reduce(
+            "comparing names",
+            lambda: set(model_layout(model).tensors),
+            lambda found: find_prefixes(set[str]().union(*found), stored),
+        )
+        if prefixes is None:
+            return
+        logger.warning(
+            "%s: model %d is stored with names %r..., in this job they are %r...; renamed.",
+            self._contents.directory, i, prefixes.stored, prefixes.own,
+        )  # fmt: skip
+        self._contents, self._tree = rename(self._contents, self._tree, i, prefixes)
+        self._stored = stored_keys(self._contents)
+
+    def _model_request(self, i: int, model: nn.Module) -> ShardedStateDict:
+        layout = model_layout(model)
+        tied = self._tied(i)
+        if tied != dict(layout.tied) and self._contents.common is not None:
+            warnings.warn(
+                f"{self._contents.directory}: tied tensors are {tied} in the checkpoint and "
+                f"{dict(layout.tied)} in the model.",
+                stacklevel=2,
+            )
+        prefix = f"models.{i}."
+        request: ShardedStateDict = {}
+        others: dict[str, list[str]] = {}
+        for other, first in layout.tied.items():
+            others.setdefault(first, []).append(other)
+        for name, item in layout.tensors.items():
+            # What is tied here may have been stored under any of its names, and what is not tied
+            # here may have been tied when it was saved.
+            names = [name, *others.get(name, ())]
+            keys = [f"{prefix}{tied.get(one, one)}" for one in names]
+            key = next((key for key in keys if key in self._stored), keys[0])
+            request[name] = item.layout.shard(key, item.local)
+        return request
+
+    def _check_all_taken(self, i: int, model: nn.Module, prefix: str) -> None:
+        """Raise if no rank has a tensor that the checkpoint has."""
+        layout = model_layout(model)
+        names = self._comm.map_reduce(
+            "comparing names",
+            lambda: frozenset({*layout.tensors, *layout.tied}),
+            lambda found: frozenset[str]().union(*found),
+        )
+        stored = {key.removeprefix(prefix) for key in self._stored if key.startswith(prefix)}
+        tied = self._tied(i)
+        taken = {tied.get(name, name) for name in names} | names
+        rest = sorted(stored - taken)
+        if rest:
+            raise MismatchError(
+                f"{self._contents.directory}: the model has no {shortened(rest)}.",
+                hint="strict=False skips what only one side has.",
+            )
+
+    def full_model(self, i: int) -> dict[str, torch.Tensor]:
+        """Return model ``i`` as whole CPU tensors by name, tied names too. Not collective."""
+        prefix = f"models.{i}."
+        keys = [key for key in self._stored if key.startswith(prefix)]
+        tensors = read_whole(self._contents, keys, self._options)
+        full = {key.removeprefix(prefix): t for key, t in zip(keys, tensors, strict=True)}
+        full |= {other: full[first] for other, first in self._tied(i).items() if first in full}
+        return full
+
+    def load_optimizer(self, j: int, optimizer: Any, models: Sequence[nn.Module]) -> None:
+        """Fill an optimizer, through its own ``load_state_dict``.
+
+        Args:
+            j: Which optimizer of the checkpoint.
+            optimizer: The live optimizer, or a framework's wrapper around one.
+            models: The models whose parameters it may hold, in the order they were saved in.
+
+        Raises:
+            MismatchError: Parameter groups or state do not agree.
+        """
+        layouts = functools.cache(lambda: [model_layout(model) for model in models])
+        for i, model in enumerate(models):
+            self._align(i, model)
+        saved = self._tree.get("optimizers", {}).get(str(j), {})
+        prefix = f"optimizers.{j}."
+
+        def build() -> ShardedStateDict:
+            template = optimizer_template(
+                optimizer, layouts(), prefix=prefix, metadata=self._stored, saved=saved
+            )
+            return {"optimizer": template}
+
+        result = run_load(
+            build,
+            self._contents,
+            self._comm,
+            self._options,
+            StrictPolicy(reaction="raise", check_missing=False),
+            check_coverage=False,
+            common={"optimizer": saved},
+        )
+        self._comm.map_reduce(
+            f"restoring optimizer {j}",
+            lambda: load_optimizer_state(optimizer, layouts(), result.state_dict["optimizer"]),
+            lambda _: None,
+        )
+
+    def per_rank(self) -> Any:
+        """Return this rank's own values; None if there are none for it. Not collective."""
+        objects = (one for one in self._stored.values() if isinstance(one, ShardedObject))
+        size, rank = sum(one.key == _PER_RANK for one in objects), self._comm.rank
+        if rank >= size:
+            return None
+        one = ShardedObject(_PER_RANK, None, (size,), (rank,))
+        return read_object(one, self._contents, self._options)
+
+    def _tied(self, i: int) -> dict[str, str]:
+        tied: dict[str, str] = self._tree.get("tied", {}).get(str(i), {})
+        return tied
+
+
+def _count(stored: Mapping[str, object], prefix: str) -> int:
+    numbers = {key.split(".", 2)[1] for key in stored if key.startswith(prefix)}
+    return len({n for n in numbers if n.isdigit()})
+
+
+def is_checkpoint(path: PathLike) -> bool:
+    """Return whether a checkpoint that can be loaded is committed at ``path``. Not collective.
+
+    Raises:
+        CorruptedCheckpointError: It is one, but damaged: that is no "no".
+    """
+    try:
+        open_checkpoint(Path(path))
+    except CheckpointNotFoundError:
+        return False
+    return True
+
+
+def remove_checkpoint(path: PathLike) -> None:
+    """Remove a checkpoint (or a file, or a link) so that it vanishes in one step. Not collective.
+
+    Call it on one rank. Nothing happens if nothing is there.
+    """
+    remove_tree(Path(path))
+
+
+def save_model_and_optimizer(
+    checkpoint_dir: PathLike,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    common: StateDict | None = None,
+    options: SaveOptions | None = None,
+) -> None:
+    """Save one model and its optimizer, however they are sharded. Collective.
+
+    Args:
+        checkpoint_dir: The directory to make.
+        model: The live module.
+        optimizer: Its optimizer, if it is to be saved.
+        common: Further values, equal on all ranks.
+        options: Further choices.
+    """
+    optimizers = [] if optimizer is None else [optimizer]
+    state = TrainingState(models=[model], optimizers=optimizers, common=common or {})
+    save_training_state(checkpoint_dir, state, options=options)
+
+
+def load_model_and_optimizer(
+    checkpoint_dir: PathLike,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    strict: bool = True,
+    options: LoadOptions | None = None,
+) -> StateDict:
+    """Load one model and its optimizer, from whatever layout they were saved in. Collective.
+
+    Returns:
+        The further values that were saved.
+    """
+    view = CheckpointView.open(checkpoint_dir, options=options)
+    view.load_model(0, model, strict=strict)
+    if optimizer is not None:
+        view.load_optimizer(0, optimizer, [model])
+    return view.common

@@ -1,0 +1,188 @@
+"""Agreement of all ranks, and what happens when request and checkpoint differ.
+
+Here: strict handling, and checks over all ranks' descriptions that raise. Not here: the checks
+themselves (``_integrity``), the exchange (``_comm``). The functions run on rank 0 inside an
+exchange, so whatever they raise is raised on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+from dist_ckpt._integrity.coverage import agreement_problems, coverage_problems
+from dist_ckpt.errors import InvalidShardingError, MismatchError
+from dist_ckpt.mapping import ShardedObject, is_main_replica
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from dist_ckpt._planning.describe import ShardInfo
+
+__all__ = [
+    "RankView",
+    "StrictHandling",
+    "StrictPolicy",
+    "check_objects",
+    "check_sharding",
+    "parse_strict_flag",
+]
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 20
+
+
+class StrictHandling(Enum):
+    """What to do about keys that only the request or only the checkpoint has.
+
+    *Unexpected*: requested by this rank, not in the checkpoint. *Missing*: in the checkpoint,
+    requested by no rank.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrictPolicy:
+    """The three things that a ``StrictHandling`` means."""
+
+    reaction: Literal["raise", "log", "return", "ignore"]
+    check_missing: bool
+
+    @classmethod
+    def of(cls, strict: StrictHandling) -> StrictPolicy:
+        """Return the policy of a flag.
+
+        ``ASSUME_OK_UNEXPECTED`` does not look for missing keys, but a key that is not there cannot
+        be read, so it is an error there too.
+        """
+        name = strict.value
+        word = name.split("_", maxsplit=1)[0]
+        reactions: dict[str, Literal["raise", "log", "return", "ignore"]] = {
+            "assume": "raise",
+            "log": "log",
+            "raise": "raise",
+            "return": "return",
+            "ignore": "ignore",
+        }
+        return cls(
+            reaction=reactions[word],
+            check_missing=name.endswith("_all") and name != "ignore_all",
+        )
+
+
+def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
+    """Return the flag of that name or value.
+
+    Raises:
+        ValueError: ``Invalid strict flag``.
+    """
+    if isinstance(strict, StrictHandling):
+        return strict
+    try:
+        return StrictHandling(strict)
+    except ValueError:
+        names = ", ".join(repr(flag.value) for flag in StrictHandling)
+        raise ValueError(f"Invalid strict flag: {strict!r}; one of {names}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """What one rank tells the others of its request: descriptions, no data."""
+
+    shards: tuple[ShardInfo, ...]
+    objects: tuple[ShardedObject, ...]
+
+
+def check_sharding(views: Sequence[Sequence[ShardInfo]], *, coverage: bool) -> None:
+    """Raise if ranks disagree on a tensor or, with ``coverage``, if shards do not tile it.
+
+    Raises:
+        InvalidShardingError: With every problem found, of every key.
+    """
+    problems = agreement_problems(views)
+    if coverage and not problems:
+        problems = coverage_problems(views)
+    if problems:
+        raise InvalidShardingError(
+            shortened(problems),
+            hint="exactly one rank must save each element: replica_id is 0 (or all 0) on it alone.",
+        )
+
+
+def check_objects(views: Sequence[Sequence[ShardedObject]]) -> None:
+    """Raise if sharded objects are duplicated or incomplete.
+
+    Raises:
+        InvalidShardingError: Naming the keys.
+    """
+    mains: dict[str, list[int]] = defaultdict(list)
+    shapes: dict[str, dict[tuple[int, ...], set[tuple[int, ...]]]] = defaultdict(dict)
+    for rank, view in enumerate(views):
+        for one in view:
+            shapes[one.key].setdefault(tuple(one.global_shape), set())
+            if is_main_replica(one.replica_id):
+                mains[one.unique_key].append(rank)
+                shapes[one.key][tuple(one.global_shape)].add(tuple(one.global_offset))
+    problems = [
+        f"Duplicate ShardedObject keys: {key!r} has main replicas on ranks {ranks}"
+        for key, ranks in sorted(mains.items())
+        if len(ranks) > 1
+    ]
+    for key, found in sorted(shapes.items()):
+        if len(found) > 1:
+            problems.append(f"{key!r}: ranks disagree on the object's shape: {sorted(found)}")
+        for shape, offsets in found.items():
+            lacking = math.prod(shape) - len(offsets)
+            if lacking:
+                problems.append(f"{key!r}: {lacking} ShardedObject are missing of shape {shape}")
+    if problems:
+        raise InvalidShardingError(shortened(problems))
+
+
+def react(
+    policy: StrictPolicy, where: str, unexpected: Sequence[str], missing: Collection[str]
+) -> None:
+    """Raise or log differences, as ``policy`` says.
+
+    Args:
+        policy: What to do.
+        where: Path of the checkpoint.
+        unexpected: One line for each requested key that is not stored.
+        missing: Stored keys that no rank requested.
+
+    Raises:
+        MismatchError: With all keys, if the policy says so.
+    """
+    told = []
+    if unexpected:
+        told.append(f"Unexpected keys (not found in the checkpoint): {shortened(unexpected)}")
+    if missing:
+        told.append(
+            f"Missing keys (in the checkpoint, requested by no rank): {shortened(sorted(missing))}"
+        )
+    if not told:
+        return
+    if policy.reaction == "raise":
+        raise MismatchError(f"{where}: {'. '.join(told)}")
+    if policy.reaction == "log":
+        logger.warning("%s: %s", where, ". ".join(told))
+
+
+def shortened(problems: Collection[str]) -> str:
+    """Return the first problems as one text, and how many more there are."""
+    shown = list(problems)[:_SHOWN]
+    more = len(problems) - len(shown)
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
