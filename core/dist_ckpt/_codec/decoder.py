@@ -195,16 +195,17 @@ def scan(document: object, trail: tuple[Any, ...], depth: int) -> Iterator[tuple
                 name = inner.get("type") if isinstance(inner, dict) else None
                 yield render("", trail), str(name or "of unknown class")
             elif key in PAIR_TAGS or key == "$defaultdict":
-                yield from _scan_pairs(inner, trail, depth + 1)
+                has_factory = key == "$defaultdict" and isinstance(inner, list) and inner
+                pairs = inner[-1] if has_factory else inner
+                yield from _scan_pairs(pairs, trail, depth + 1)
             else:
                 step = () if is_tag(key) else (unescape(str(key)),)
                 yield from scan(inner, (*trail, *step), depth + 1)
 
 
-def _scan_pairs(document: object, trail: tuple[Any, ...], depth: int) -> Iterator[tuple[str, str]]:
-    pairs = document if isinstance(document, list) else []
-    if len(pairs) == 2 and not isinstance(pairs[0], list):  # noqa: PLR2004 - [factory, pairs]
-        pairs = pairs[1]
+def _scan_pairs(pairs: object, trail: tuple[Any, ...], depth: int) -> Iterator[tuple[str, str]]:
+    if not isinstance(pairs, list):  # malformed: decode says so
+        return
     for position, pair in enumerate(pairs):
         key = pair[0] if isinstance(pair, list) and pair else None
         step = key if isinstance(key, str | int) else position

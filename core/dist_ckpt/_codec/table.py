@@ -49,18 +49,20 @@ class Rule:
 
 
 def _dump_moment(value: dt.datetime | dt.time) -> Any:
-    zone = value.tzinfo
+    zone, offset = value.tzinfo, None
     if zone is not None:
         offset = zone.utcoffset(None) if type(zone) is dt.timezone else None
         if offset is None or zone.tzname(None) != dt.timezone(offset).tzname(None):
             return NotImplemented  # a zone with rules or a name of its own
-    return [value.isoformat(), value.fold]
+    # The offset goes apart: fromisoformat of python 3.11 loses one below a second.
+    return [value.replace(tzinfo=None).isoformat(), value.fold, offset]
 
 
 def _load_moment(cls: type[Any]) -> Callable[[list[Any]], Any]:
     def load(payload: list[Any]) -> Any:
-        text, fold = payload
-        return cls.fromisoformat(text).replace(fold=fold)
+        text, fold, offset = payload
+        zone = None if offset is None else dt.timezone(offset)
+        return cls.fromisoformat(text).replace(fold=fold, tzinfo=zone)
 
     return load
 

@@ -1,0 +1,31 @@
+"""Who imports the library pays only for what is used."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+WEIGHTS = {
+    "dist_ckpt": {"torch", "numpy", "pydantic", "yaml", "tensorstore", "lightning", "accelerate"},
+    "dist_ckpt.errors": {"torch", "numpy", "pydantic", "yaml", "tensorstore"},
+    "dist_ckpt.mapping": {"pydantic", "yaml", "tensorstore", "torch.distributed.checkpoint"},
+    "dist_ckpt.serialization": {"pydantic", "yaml", "tensorstore", "torch.distributed.checkpoint"},
+    "dist_ckpt.config": {"torch", "tensorstore"},
+}
+
+
+@pytest.mark.parametrize("module", WEIGHTS)
+def test_modules_not_loaded(module: str) -> None:
+    """In a fresh interpreter, importing this leaves those alone."""
+    code = f"import json, sys; import {module}; print(json.dumps(sorted(sys.modules)))"
+    process = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+    )
+
+    loaded = set(json.loads(process.stdout))
+
+    assert module in loaded
+    assert loaded & WEIGHTS[module] == set()
