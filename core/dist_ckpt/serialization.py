@@ -36,6 +36,7 @@ __all__ = [
     "LoadOptions",
     "SaveOptions",
     "StrictHandling",
+    "all_processes",
     "load",
     "load_common_state_dict",
     "load_plain_tensors",
@@ -215,6 +216,15 @@ def validate_sharding_integrity(
         lambda: [s.info for s in local_shards([t.without_data() for t in sharded_tensors])],
         lambda views: check_sharding(views, coverage=True),
     )
+
+
+def all_processes(*, timeout_secs: float = 1800.0) -> Communicator:
+    """Return the communicator of all ranks of the job; of this process alone if there are none.
+
+    Args:
+        timeout_secs: How long ranks wait for each other in one step.
+    """
+    return default_communicator(timeout_secs=timeout_secs)
 
 
 def single_process() -> Communicator:

@@ -10,13 +10,6 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._formats.torch_dist.metadata import (
-    METADATA_FILE,
-    ForeignCheckpoint,
-    StoredBytes,
-    decode_metadata,
-    encode_metadata,
-)
 from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
 from dist_ckpt.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
 from dist_ckpt.errors import (
@@ -32,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from dist_ckpt._formats.torch_dist.metadata import ForeignCheckpoint, StoredBytes
     from dist_ckpt._formats.torch_dist.write import WrittenFile
     from dist_ckpt.storage import Store
 
@@ -48,6 +42,7 @@ __all__ = [
 INDEX_FILE = "index.json"
 COMMON_FILE = "common.json"
 MANIFEST_FILE = "manifest.json"
+METADATA_FILE = ".metadata"
 OWN_DOCUMENTS = (INDEX_FILE, COMMON_FILE, MANIFEST_FILE, METADATA_FILE, CONFIG_FNAME)
 MANIFEST_VERSION = 1
 _MAX_DOCUMENT_NBYTES = 1 << 31
@@ -86,6 +81,8 @@ def write_documents(
     world_size: int,
 ) -> None:
     """Write everything but the data files; the commit marker ``metadata.json`` last."""
+    from dist_ckpt._formats.torch_dist.metadata import encode_metadata  # noqa: PLC0415 - heavy
+
     results = [result for file in files for result in file.results]
     tensors: dict[str, StoredTensor] = dict(empty)
     chunks: dict[str, list[Any]] = {}
@@ -176,6 +173,8 @@ def _open_without_marker(directory: Path, store: Store) -> CheckpointContents:
 
 
 def _open_foreign(directory: Path, store: Store) -> CheckpointContents:
+    from dist_ckpt._formats.torch_dist.metadata import decode_metadata  # noqa: PLC0415 - heavy
+
     if store.nbytes(METADATA_FILE) is None:
         raise CorruptedCheckpointError(f"{directory}: {METADATA_FILE} is missing.")
     sizes = {name: store.nbytes(name) or 0 for name in store.list()}

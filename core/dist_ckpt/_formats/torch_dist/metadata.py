@@ -31,14 +31,11 @@ if TYPE_CHECKING:
     from dist_ckpt._formats.torch_dist.write import WriteResult
 
 __all__ = [
-    "METADATA_FILE",
     "ForeignCheckpoint",
     "StoredBytes",
     "decode_metadata",
     "encode_metadata",
 ]
-
-METADATA_FILE = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
