@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dist_ckpt._engine.commit import locate
-from dist_ckpt._formats.torch_dist.contents import COMMON_FILE, CheckpointContents, open_contents
+from dist_ckpt._formats.torch_dist.contents import (
+    COMMON_FILE,
+    CheckpointContents,
+    check_unchanged,
+    open_contents,
+)
 from dist_ckpt._formats.torch_dist.foreign import foreign_common, read_foreign_object
 from dist_ckpt._formats.torch_dist.objects import COMMON_KEY, decode_document
 from dist_ckpt._formats.torch_dist.read import Destination, read_into
@@ -233,6 +238,7 @@ def _read(
     tensors = {key: tensor.data for key, tensor in filled.items()}
     if common is None:
         common = read_common(contents, options)
+    check_unchanged(contents)
     return merge_after_load(request.parts, common, tensors, objects)
 
 

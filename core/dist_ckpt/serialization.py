@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._comm import SingleCommunicator, default_communicator
+from dist_ckpt._formats.torch_dist.contents import check_unchanged
 from dist_ckpt._loading import (
     open_checkpoint,
     open_together,
@@ -197,6 +198,7 @@ def load_plain_tensors(
     contents = open_checkpoint(Path(checkpoint_dir))
     keys = [key for key, one in stored_keys(contents).items() if isinstance(one, ShardedTensor)]
     tensors = read_whole(contents, keys, options or LoadOptions())
+    check_unchanged(contents)
     return dict(zip(keys, tensors, strict=True))
 
 

@@ -22,6 +22,7 @@ import torch
 
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._engine.commit import remove_tree
+from dist_ckpt._formats.torch_dist.contents import check_unchanged
 from dist_ckpt._loading import (
     open_checkpoint,
     open_together,
@@ -318,6 +319,7 @@ class CheckpointView:
         prefix = f"models.{i}."
         keys = [key for key in self._stored if key.startswith(prefix)]
         tensors = read_whole(self._contents, keys, self._options)
+        check_unchanged(self._contents)
         full = {key.removeprefix(prefix): t for key, t in zip(keys, tensors, strict=True)}
         full |= {other: full[first] for other, first in self._tied(i).items() if first in full}
         return full

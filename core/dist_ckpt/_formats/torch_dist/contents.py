@@ -34,6 +34,7 @@ __all__ = [
     "INDEX_FILE",
     "MANIFEST_FILE",
     "CheckpointContents",
+    "check_unchanged",
     "files_of_checkpoint",
     "open_contents",
     "write_documents",
@@ -141,6 +142,26 @@ def open_contents(directory: Path) -> CheckpointContents:
     if store.nbytes(MANIFEST_FILE) is None:
         return _open_foreign(directory, store)
     return _open_own(directory, store)
+
+
+def check_unchanged(contents: CheckpointContents) -> None:
+    """Raise if another checkpoint has taken this one's place while it was read.
+
+    A re-save swaps the directory under its name; what was read before and after would be a mixture
+    of the two. Checkpoint ids are unique, so the same id at the end means the same files all along.
+
+    Raises:
+        CheckpointNotFoundError: The checkpoint was replaced or removed.
+    """
+    if not contents.checkpoint_id:
+        return
+    try:
+        now = _manifest(contents.directory, LocalStore(contents.directory))["checkpoint_id"]
+    except CheckpointNotFoundError:
+        now = None
+    if now != contents.checkpoint_id:
+        what = "removed" if now is None else "replaced"
+        raise CheckpointNotFoundError(f"{contents.directory} was {what} while it was read.")
 
 
 def files_of_checkpoint(directory: Path) -> frozenset[str]:
