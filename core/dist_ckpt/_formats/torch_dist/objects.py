@@ -7,12 +7,13 @@ Here: sharded objects and the common part to shards to write, and back. Not here
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt._codec import decode, encode
+from dist_ckpt._codec import Encoded, decode, encode, iter_pickled
 from dist_ckpt._planning.describe import local_shards
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.mapping import ShardedTensor, is_main_replica
@@ -33,6 +34,8 @@ __all__ = [
     "part_key",
 ]
 
+logger = logging.getLogger(__name__)
+
 COMMON_KEY = "common"
 DOCUMENT_VERSION = 1
 
@@ -52,7 +55,7 @@ def part_key(key: str, number: int) -> str:
 
 def encode_common(common: StateDict) -> EncodedCommon:
     """Return the common part, encoded. Rank 0 only."""
-    encoded = encode(common, path="common")
+    encoded = _encode(common, "common")
     shards = local_shards(_parts(COMMON_KEY, encoded.tensors), role="part")
     return EncodedCommon(_document(encoded.document, len(encoded.tensors), indent=1), shards)
 
@@ -64,7 +67,7 @@ def object_shards(objects: Sequence[ShardedObject]) -> list[LocalShard]:
         if not is_main_replica(one.replica_id):
             continue
         key = one.unique_key
-        encoded = encode(one.data, path=one.key)
+        encoded = _encode(one.data, one.key)
         data = _document(encoded.document, len(encoded.tensors))
         documents.append(_whole(key, torch.frombuffer(bytearray(data), dtype=torch.uint8)))
         parts += _parts(key, encoded.tensors)
@@ -97,6 +100,18 @@ def decode_document(
         raise CorruptedCheckpointError(f"{where}: not a document of ours ({error}).") from error
     tensors = fetch([part_key(key, number) for number in range(count)])
     return decode(document, tensors, allow_pickle=allow_pickle, where=where)
+
+
+def _encode(value: object, path: str) -> Encoded:
+    encoded = encode(value, path=path)
+    pickled = [f"{where} ({name})" for where, name in iter_pickled(encoded.document)]
+    if pickled:
+        logger.warning(
+            "pickled, so that loading needs allow_pickle=True: %s, all below %r",
+            ", ".join(pickled),
+            path,
+        )
+    return encoded
 
 
 def _document(document: object, count: int, indent: int | None = None) -> bytes:
