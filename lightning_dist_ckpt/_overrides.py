@@ -1,0 +1,309 @@
+"""What a bound strategy does differently: all ranks save, all ranks load.
+
+Here: the overriding methods, and the class made of them for one strategy. Not here: when a strategy
+is bound (``_bind``). Called by Lightning, on every rank, in the main thread.
+
+The order is the same for every strategy: ``load_checkpoint``, then the user's hooks, which may edit
+the dict, then ``load_model_state_dict``, then ``load_optimizer_state_dict``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from dist_ckpt.derive import model_layout
+from dist_ckpt.errors import ConfigError, MismatchError
+from dist_ckpt.serialization import all_processes
+from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
+from lightning_dist_ckpt._document import (
+    DIRECT,
+    EXTRA,
+    FRAMEWORK,
+    common_of,
+    lightning_dict,
+    model_values,
+    named_as_in,
+    own_state_dict,
+)
+from lightning_dist_ckpt._plain import load_whole_optimizer
+from lightning_dist_ckpt._stored import StoredModel, StoredOptimizer, fill_sharded
+from lightning_dist_ckpt.export import is_stock
+from lightning_dist_ckpt.io import checked_target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dist_ckpt.types import PathLike, StateDict
+    from lightning_dist_ckpt.io import DistCkptIO
+
+__all__ = ["Binding", "bound_class"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Binding:
+    """What a bound strategy knows besides Lightning's own.
+
+    Attributes:
+        io: The plugin.
+        restores: Whether we restore the checkpoint that was opened last; else Lightning does.
+        resumed_from: What it is called without links.
+    """
+
+    io: DistCkptIO
+    restores: bool = False
+    resumed_from: Path | None = None
+
+
+class LiveOptimizerState(dict[str, Any]):
+    """Stands for an optimizer's state in the dict; what is stored is the live optimizer's."""
+
+    @classmethod
+    def of(cls, optimizer: Any) -> LiveOptimizerState:
+        """Return the stand-in, with the settings of the groups to look at."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        return cls(state={}, param_groups=groups)
+
+    def is_untouched(self, optimizer: Any) -> bool:
+        """Whether nobody has changed it since."""
+        now = self.of(optimizer)
+        pairs = zip(self.get("param_groups", ()), now["param_groups"], strict=False)
+        return (
+            self.keys() == now.keys()
+            and not self["state"]
+            and len(self["param_groups"]) == len(now["param_groups"])
+            and all(a.keys() == b.keys() and all(a[k] is b[k] for k in a) for a, b in pairs)
+        )
+
+
+def bound_class(base: type) -> type:
+    """Return a subclass of ``base``, a strategy's class, that saves and loads collectively.
+
+    It has one base only: an object's class can be exchanged for no other kind of subclass.
+    """
+    own = {name: value for name, value in vars(_Overrides).items() if name in _OVERRIDDEN}
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (base,), {**own, **names, "dist_ckpt_base": base})
+
+
+_OVERRIDDEN = frozenset(
+    {
+        "__reduce_ex__",
+        "lightning_module_state_dict",
+        "lightning_restore_optimizer",
+        "load_checkpoint",
+        "load_model_state_dict",
+        "load_optimizer_state_dict",
+        "optimizer_state",
+        "remove_checkpoint",
+        "save_checkpoint",
+    }
+)
+
+
+def _rebuilt(base: type) -> Any:
+    """Return an empty bound strategy, to be unpickled into."""
+    bound: Any = bound_class(base)
+    return bound.__new__(bound)
+
+
+def _stock(strategy: Any) -> Any:
+    """Return the strategy as Lightning has it: what ``super()`` would be."""
+    bound = next(cls for cls in type(strategy).__mro__ if "dist_ckpt_base" in vars(cls))
+    return super(bound, strategy)
+
+
+class _Overrides:
+    """Methods for ``bound_class``; never an object of its own. ``self`` is a strategy."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle by the class that can be imported (``ddp_spawn``)."""
+        del protocol
+        return _rebuilt, (type(self).dist_ckpt_base,), self.__getstate__()
+
+    # -- save
+
+    def lightning_module_state_dict(self: Any) -> StateDict:
+        """Return what this rank holds of the model; nothing is gathered."""
+        if isinstance(self.model, FullyShardedDataParallel):
+            return own_state_dict(self.model, model_layout(self.model))
+        if self.restore_checkpoint_after_setup:
+            model_layout(self.model)  # brings FSDP2 back to its shards
+            state_dict: StateDict = self.lightning_module.state_dict()
+            return state_dict
+        stock: StateDict = _stock(self).lightning_module_state_dict()
+        return stock
+
+    def optimizer_state(self: Any, optimizer: Any) -> StateDict:
+        """Return a stand-in: the state itself is stored from the live optimizer."""
+        return LiveOptimizerState.of(optimizer)
+
+    def save_checkpoint(
+        self: Any,
+        checkpoint: dict[str, Any],
+        filepath: PathLike,
+        storage_options: Any | None = None,
+    ) -> None:
+        """Save with all ranks. Collective."""
+        binding: Binding = self.dist_ckpt_binding
+        target = checked_target(self.broadcast(str(filepath)), storage_options)
+        # Made within the save's first exchange: what this raises on one rank is raised on all.
+        state = functools.partial(_training_state, self, checkpoint)
+        save_training_state(target, state, options=binding.io.save_options(target))
+
+    def remove_checkpoint(self: Any, filepath: PathLike) -> None:
+        """Remove a checkpoint on rank 0, but not the one that was resumed from through a link."""
+        binding: Binding = self.dist_ckpt_binding
+        if not self.is_global_zero:
+            return
+        # ModelCheckpoint spares what `trainer.ckpt_path` names, but does not look through links.
+        resumed = self.lightning_module.trainer.ckpt_path and binding.resumed_from
+        if not resumed or Path(filepath).resolve() != resumed:
+            binding.io.remove_checkpoint(filepath)
+
+    # -- load
+
+    @property
+    def lightning_restore_optimizer(self: Any) -> bool:
+        """Whether Lightning calls ``load_optimizer_state_dict``."""
+        binding: Binding = self.dist_ckpt_binding
+        return binding.restores or bool(_stock(self).lightning_restore_optimizer)
+
+    def load_checkpoint(
+        self: Any,
+        checkpoint_path: PathLike,
+        weights_only: bool | None = None,  # noqa: FBT001 - Lightning's signature
+    ) -> dict[str, Any]:
+        """Open a checkpoint with all ranks and return Lightning's dict. Collective."""
+        binding: Binding = self.dist_ckpt_binding
+        found = str(checkpoint_path)
+        found, stock = self.broadcast((found, is_stock(found)))
+        path, sharded = Path(found), bool(self.restore_checkpoint_after_setup)
+        is_file = stock and path.is_file()
+        binding.restores, binding.resumed_from = not stock or (sharded and is_file), None
+        if sharded and is_file:
+            if weights_only is None and binding.io.config.allow_pickle:
+                weights_only = False
+            whole: dict[str, Any] = torch.load(
+                path, map_location="cpu", mmap=True, weights_only=weights_only
+            )
+            return whole
+        if stock:
+            native: dict[str, Any] = _stock(self).load_checkpoint(found, weights_only=weights_only)
+            return native
+        if self.lightning_module.trainer.state.fn == "fit" and path.is_symlink():
+            binding.resumed_from = path.resolve()
+        return _open(self, path, weights_only=weights_only)
+
+    def load_model_state_dict(
+        self: Any,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,  # noqa: FBT001, FBT002 - Lightning's signature
+    ) -> None:
+        """Fill the model. Collective."""
+        binding: Binding = self.dist_ckpt_binding
+        if not binding.restores:
+            _stock(self).load_model_state_dict(checkpoint, strict=strict)
+        elif self.restore_checkpoint_after_setup:
+            fill_sharded(self.model, checkpoint["state_dict"], strict=strict)
+        else:
+            module = self.lightning_module
+            values = named_as_in(module, checkpoint["state_dict"])
+            module.load_state_dict(values, strict=strict)
+
+    def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Fill the optimizers. Collective."""
+        binding: Binding = self.dist_ckpt_binding
+        if not binding.restores:
+            _stock(self).load_optimizer_state_dict(checkpoint)
+            return
+        states = checkpoint["optimizer_states"]
+        if states and len(states) != len(self.optimizers):
+            raise MismatchError(
+                f"The checkpoint has {len(states)} optimizer(s), the module configures "
+                f"{len(self.optimizers)}."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=False):  # [] loads none
+            if isinstance(state, StoredOptimizer):
+                state.view.load_optimizer(state.index, optimizer, [self.model])
+            elif self.restore_checkpoint_after_setup:
+                load_whole_optimizer(optimizer, self.model, state)
+            else:
+                _stock(self).load_optimizer_state_dict({"optimizer_states": states})
+                return
+
+
+def _training_state(strategy: Any, checkpoint: Mapping[str, Any]) -> TrainingState:
+    model = strategy.model
+    values = model_values(checkpoint["state_dict"], model_layout(model))
+    states = checkpoint.get("optimizer_states") or []
+    if states and not _are_live(states, strategy.optimizers):
+        raise ConfigError(
+            "A hook has edited checkpoint['optimizer_states'], which would be lost: optimizers are "
+            "stored from the live objects.",
+            hint="leave the list alone, or empty it to store no optimizer.",
+        )
+    return TrainingState(
+        models=[model],
+        optimizers=strategy.optimizers if states else [],
+        common=common_of(checkpoint, values.extra)
+        | ({"no_optimizers": True} if "optimizer_states" in checkpoint and not states else {}),
+        framework=FRAMEWORK,
+        model_values={} if values.tensors is None else {0: values.tensors},
+    )
+
+
+def _are_live(states: Sequence[Any], optimizers: Sequence[Any]) -> bool:
+    return len(states) == len(optimizers) and all(
+        isinstance(state, LiveOptimizerState) and state.is_untouched(optimizer)
+        for state, optimizer in zip(states, optimizers, strict=True)
+    )
+
+
+def _open(strategy: Any, path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    binding: Binding = strategy.dist_ckpt_binding
+    options = binding.io.load_options(weights_only=weights_only)
+    view = CheckpointView.open(path, options=options)
+    common = view.common
+    if DIRECT in common:
+        direct: dict[str, Any] = common[DIRECT]
+        return direct
+    if "lightning" not in common and strategy.is_global_zero:
+        warnings.warn(
+            f"{path} was saved by {view.framework or 'another program'}: models, optimizers, "
+            "schedulers and the step are restored; loops and callbacks start afresh.",
+            stacklevel=2,
+        )
+    trainer = strategy.lightning_module.trainer
+    checkpoint = lightning_dict(
+        common, version=_version(trainer), fit_loop=trainer.fit_loop.state_dict()
+    )
+    extra = checkpoint.pop(EXTRA, view.extra_state(0))
+    if strategy.restore_checkpoint_after_setup:
+        checkpoint["state_dict"] = StoredModel(view, path, options=options, extra=extra)
+    else:
+        whole = functools.cache(lambda: view.full_model(0))
+        comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
+        # What cannot be read on one rank is raised on all.
+        comm.map_reduce(f"reading {path}", lambda: whole() is None, lambda _: None)
+        checkpoint["state_dict"] = whole() | extra
+    count = view.num_optimizers
+    if count or common.get("no_optimizers"):
+        checkpoint["optimizer_states"] = [
+            StoredOptimizer(view=view, index=index) for index in range(count)
+        ]
+    return checkpoint
+
+
+def _version(trainer: Any) -> str:
+    """Return the version of the Lightning that a Trainer, or a subclass of it, comes from."""
+    roots = (base.__module__.partition(".")[0] for base in type(trainer).__mro__)
+    names = (root for root in roots if root in {"lightning", "pytorch_lightning"})
+    return str(sys.modules[next(names)].__version__)

@@ -1,0 +1,142 @@
+"""Where the plugin's settings come from: arguments, YAML files, the environment, LightningCLI."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+
+from dist_ckpt.config import DistCkptConfig
+from dist_ckpt.errors import ConfigError
+from dist_ckpt.training_state import is_checkpoint
+from lightning_dist_ckpt import DistCkptIO
+from tests.lightning._training import Tiny, loader
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+class Loaded(Tiny):
+    """Brings its data."""
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
+def test_every_field_is_a_keyword() -> None:
+    """The plugin takes what the configuration has, by the same types; not given means None."""
+    parameters = dict(inspect.signature(DistCkptIO).parameters)
+    assert parameters.keys() == DistCkptConfig.model_fields.keys()
+    for name, parameter in parameters.items():
+        assert parameter.default is None
+        assert parameter.kind is parameter.KEYWORD_ONLY
+        assert name in (DistCkptIO.__doc__ or "")
+
+
+def test_arguments_over_environment_over_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest source wins, field by field."""
+    file = tmp_path / "ckpt.yaml"
+    file.write_text("dist_ckpt:\n  thread_count: 3\n  timeout_secs: 30\n  allow_pickle: true\n")
+    assert DistCkptIO.from_yaml(file).config.thread_count == 3
+
+    monkeypatch.setenv("DIST_CKPT_CONFIG", str(file))
+    monkeypatch.setenv("DIST_CKPT_THREAD_COUNT", "4")
+    config = DistCkptIO(timeout_secs=5).config
+    assert (config.thread_count, config.timeout_secs, config.allow_pickle) == (4, 5.0, True)
+    assert DistCkptIO.from_yaml(file).config.thread_count == 4
+
+
+def test_wrong_settings(tmp_path: Path) -> None:
+    """What is wrong is named with its place, wherever it stands."""
+    file = tmp_path / "ckpt.yaml"
+    file.write_text("tiemout_secs: 3\n")
+    with pytest.raises(ConfigError, match=r"ckpt\.yaml: tiemout_secs.*timeout_secs"):
+        DistCkptIO.from_yaml(file)
+    with pytest.raises(ConfigError, match="thread_count"):
+        DistCkptIO(thread_count=0)
+
+
+def test_copies_keep_their_settings() -> None:
+    """Pickled (ddp_spawn) or copied (the CLI), it is the same plugin."""
+    io = DistCkptIO(thread_count=5)
+    for other in (pickle.loads(pickle.dumps(io)), copy.deepcopy(io)):
+        assert other.config == io.config
+
+
+@pytest.mark.parametrize("enabled", ["true", "false"])
+def test_lightning_cli(tmp_path: Path, enabled: str) -> None:
+    """The plugin stands in the CLI's YAML, and a flag can switch it off."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"""
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 3
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  default_root_dir: {tmp_path}
+  plugins:
+    - class_path: lightning_dist_ckpt.DistCkptIO
+      init_args: {{enabled: {enabled}, timeout_secs: 30, backend: torch_dist}}
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {{dirpath: {tmp_path}, filename: one}}
+"""
+    )
+    LightningCLI(Loaded, save_config_callback=None, args=["fit", "--config", str(file)])
+
+    assert is_checkpoint(tmp_path / "one.ckpt") is (enabled == "true")
+    assert (tmp_path / "one.ckpt").is_dir() is (enabled == "true")
+
+
+def test_lightning_cli_flags(tmp_path: Path) -> None:
+    """The same on the command line."""
+    cli = LightningCLI(
+        Loaded,
+        save_config_callback=None,
+        run=False,
+        args=[
+            "--trainer.accelerator=cpu",
+            "--trainer.logger=false",
+            f"--trainer.default_root_dir={tmp_path}",
+            "--trainer.plugins+=lightning_dist_ckpt.DistCkptIO",
+            "--trainer.plugins.thread_count=7",
+        ],
+    )
+    io = cli.trainer.strategy.checkpoint_io
+    assert isinstance(io, DistCkptIO)
+    assert io.config.thread_count == 7
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        (
+            "from lightning_dist_ckpt.binding import lightning_callbacks as f; assert f() == []",
+            "torch",
+        ),
+        (
+            "import pytorch_lightning; from lightning_dist_ckpt import DistCkptIO as f; f()",
+            "lightning",
+        ),
+    ],
+    ids=["not-used", "other-name"],
+)
+def test_nothing_needless_is_imported(code: str, absent: str) -> None:
+    """Programs that only have us installed pay nothing; each name of Lightning does alone."""
+    check = f"{code}; import sys; assert {absent!r} not in sys.modules"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", check], check=True, timeout=120)
