@@ -1,0 +1,112 @@
+"""``Accelerator.load_state``: choose, hooks, models, optimizers, and the rest, in this order.
+
+Here: the order of these steps. Not here: their content (``state``, ``naming``, and ``dist_ckpt``).
+Called on every rank; whatever fails on one is raised on all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.accelerator import Accelerator
+
+from accelerate_dist_ckpt import naming
+from accelerate_dist_ckpt.io import DistCkptIO
+from accelerate_dist_ckpt.job import Job
+from accelerate_dist_ckpt.state import FRAMEWORK, counts_problem, restore_foreign, restore_own
+from dist_ckpt.errors import MismatchError
+from dist_ckpt.serialization import all_processes
+from dist_ckpt.training_state import CheckpointView
+
+__all__ = ["load_state"]
+
+
+def load_state(
+    accelerator: Accelerator,
+    io: DistCkptIO,
+    input_dir: Any,
+    *,
+    strict: bool = True,
+    map_location: str | None = None,
+) -> str | None:
+    """Load a checkpoint, from whatever layout it was saved in. Collective.
+
+    Args:
+        accelerator: All of its objects are filled in place.
+        io: The choices.
+        input_dir: The checkpoint; None for the newest with automatic naming.
+        strict: Whether names that only one side has are an error.
+        map_location: Accelerate's own; everything is loaded to where it lives in any case.
+
+    Returns:
+        None; or the directory, if a checkpoint of Accelerate's own stands there.
+
+    Raises:
+        CheckpointNotFoundError: There is none; ``IncompleteCheckpointError`` if never committed.
+        MismatchError: The checkpoint holds other models, optimizers or objects.
+        UnsafeContentError: A value, mostly of a custom object, needs ``allow_pickle=True``.
+    """
+    if map_location not in {None, "cpu", "on_device"}:
+        raise TypeError(
+            "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or "
+            "`'on_device'`"
+        )
+    comm = all_processes(timeout_secs=io.config.timeout_secs)
+    path, is_ours = comm.broadcast(
+        "choosing the checkpoint to load", lambda: _choose(accelerator, input_dir)
+    )
+    if not is_ours:
+        return str(path)
+    view = CheckpointView.open(path, options=io.load_options(), communicator=comm)
+    job = Job.of(accelerator)
+    wanted = comm.map_reduce(
+        "preparing a load", lambda: _run_hooks(job, view, path), lambda views: views[0]
+    )
+    for i in wanted:
+        view.load_model(i, job.models[i], strict=strict)
+    for j, optimizer in enumerate(job.optimizers):
+        view.load_optimizer(j, optimizer, job.models)
+
+    def restore() -> None:
+        if view.framework == FRAMEWORK:
+            restore_own(accelerator, job, view, rank=comm.rank, world_size=comm.size)
+        else:
+            restore_foreign(accelerator, job, view, rank=comm.rank, name=str(path))
+
+    comm.map_reduce("restoring what is no tensor", restore, lambda _: None)
+    return None
+
+
+def _choose(accelerator: Accelerator, input_dir: Any) -> tuple[Path, bool]:
+    """Return which checkpoint is meant and whether it is ours. Rank 0.
+
+    What is neither ours nor natively complete is opened as ours, which says what is wrong with it.
+    """
+    if input_dir is None and naming.is_automatic(accelerator):
+        path = naming.newest_checkpoint(accelerator)
+    elif input_dir is None:
+        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    else:
+        path = Path(input_dir).expanduser()
+    if not path.is_dir():
+        return path, False
+    return path, naming.is_ours(path) or not naming.is_native(path)
+
+
+def _run_hooks(job: Job, view: CheckpointView, path: Path) -> Sequence[int]:
+    """Check that the objects fit, call the user's hooks, return which models they left to us."""
+    problem = counts_problem(view, job)
+    if problem:
+        raise MismatchError(
+            f"{path}: {problem}.",
+            hint="prepare and register the same objects, in the same order, as at saving.",
+        )
+    models = [] if job.is_fsdp else list(job.models)
+    for hook in job.load_hooks:
+        hook(models, str(path))
+    if job.is_fsdp:
+        return range(len(job.models))
+    left = {id(model) for model in models}
+    return [i for i, model in enumerate(job.models) if id(model) in left]

@@ -1,0 +1,225 @@
+"""``Accelerator.save_state``: hooks, collecting, one save of the core, and only then the pruning.
+
+Here: the order of these steps. Not here: their content (``state``, ``naming``, ``attendance``, and
+``dist_ckpt``). Called on every rank; whatever fails on one is raised on all, and then the
+Accelerator is as it was before.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate.accelerator import Accelerator
+
+from accelerate_dist_ckpt import naming
+from accelerate_dist_ckpt.attendance import Attendance, attend
+from accelerate_dist_ckpt.io import DistCkptIO
+from accelerate_dist_ckpt.job import Job, canonical, is_sharded, own_tensors
+from accelerate_dist_ckpt.state import FRAMEWORK, common_state, rank_state
+from dist_ckpt.serialization import all_processes, single_process
+from dist_ckpt.training_state import TrainingState, save_training_state
+from dist_ckpt.types import Communicator, StateDict
+
+__all__ = ["save_state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What rank 0 decided about a save.
+
+    Attributes:
+        target: The checkpoint.
+        staging_dir: Where it is prepared; not within ``checkpoints/``, of which Accelerate parses
+            every entry.
+        hooks_dir: Where the hooks write, if there are any.
+        iteration: The number of this save.
+    """
+
+    target: Path
+    staging_dir: Path
+    hooks_dir: Path | None
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """What one rank gives, hooks done.
+
+    Attributes:
+        weights: For each model that the hooks left in the list: its tensors if they were changed.
+    """
+
+    common: StateDict
+    per_rank: StateDict
+    weights: Mapping[int, Mapping[str, torch.Tensor] | None]
+
+
+def save_state(accelerator: Accelerator, io: DistCkptIO, output_dir: Any) -> Path:
+    """Save all of a job's state as one checkpoint. Collective.
+
+    Under DDP it may be called on rank 0 alone, as natively, with a warning.
+
+    Raises:
+        CheckpointingException: On every rank, whatever failed on any; nothing is changed then.
+        ValueError: The automatically named checkpoint exists.
+    """
+    job = Job.of(accelerator)
+    announced = naming.announced_target(accelerator, output_dir)
+    attendance = attend(
+        announced,
+        sharded=job.is_sharded,
+        lone_rank_timeout_secs=io.lone_rank_timeout_secs,
+        timeout_secs=io.config.timeout_secs,
+    )
+    _warn(accelerator, attendance, announced)
+    if attendance == "late":
+        return Path(announced)
+    comm = (
+        single_process()
+        if attendance == "alone"
+        else all_processes(timeout_secs=io.config.timeout_secs)
+    )
+    plan = comm.map_reduce(
+        "opening a save",
+        lambda: bool(job.save_hooks),
+        lambda hooks: _open(accelerator, Path(announced), has_hooks=any(hooks)),
+    )
+    try:
+        state = _training_state(accelerator, job, plan, comm)
+        options = io.save_options(staging_dir=plan.staging_dir, include_dir=plan.hooks_dir)
+        save_training_state(plan.target, state, options=options, communicator=comm)
+    finally:
+        if plan.hooks_dir is not None and comm.rank == 0:
+            shutil.rmtree(plan.hooks_dir, ignore_errors=True)
+    accelerator.project_configuration.iteration = plan.iteration + 1
+    if naming.is_automatic(accelerator) and comm.rank == 0:
+        naming.remove_oldest(accelerator)
+    return plan.target
+
+
+def _warn(accelerator: Accelerator, attendance: Attendance, target: str) -> None:
+    if attendance == "alone":
+        warnings.warn(
+            f"save_state({target!r}) was called on rank 0 only: what is equal on all ranks was "
+            "saved, the random states and dataloaders of the other ranks were not.",
+            stacklevel=4,
+        )
+    if attendance == "late":
+        warnings.warn(
+            f"save_state({target!r}): rank 0 saved without this rank, which came late.",
+            stacklevel=4,
+        )
+    if accelerator.project_configuration.save_on_each_node and accelerator.is_main_process:
+        warnings.warn(
+            "save_on_each_node has no effect: all ranks write one checkpoint, on a file system "
+            "that they share.",
+            stacklevel=4,
+        )
+    if not accelerator.sync_gradients and accelerator.is_main_process:
+        warnings.warn(
+            "save_state() was called in the middle of accumulating gradients, which are not saved: "
+            "after a resume, the first step lacks those of this step's earlier batches.",
+            stacklevel=4,
+        )
+
+
+def _open(accelerator: Accelerator, announced: Path, *, has_hooks: bool) -> _Plan:
+    """Choose the directories and make the one for hooks. Rank 0."""
+    automatic = naming.is_automatic(accelerator)
+    target = naming.next_target(accelerator) if automatic else announced
+    staging_dir = announced.parent
+    hooks_dir = None
+    if has_hooks:
+        hooks_dir = staging_dir / f".dist-ckpt-{uuid.uuid4().hex[:12]}.hooks"
+        hooks_dir.mkdir(parents=True)
+    return _Plan(
+        target=target,
+        staging_dir=staging_dir,
+        hooks_dir=hooks_dir,
+        iteration=accelerator.save_iteration,
+    )
+
+
+def _training_state(
+    accelerator: Accelerator, job: Job, plan: _Plan, comm: Communicator
+) -> TrainingState:
+    """Run the hooks and collect. Collective: no hook's file is missing when the save begins."""
+    collected: list[_Collected] = []
+
+    def collect() -> dict[int, tuple[str, ...] | None]:
+        weights = _run_hooks(job, plan.hooks_dir)
+        collected.append(
+            _Collected(common_state(accelerator, job), rank_state(accelerator, job), weights)
+        )
+        return {i: None if w is None else tuple(w) for i, w in weights.items()}
+
+    # Hooks take weights away on rank 0 only, often: it decides for all.
+    wanted = comm.map_reduce("preparing a save", collect, lambda views: views[0])
+    (mine,) = collected
+    replicas: Literal["equal", "differ"] | None = job.replicas
+    if any(names is not None for names in wanted.values()):
+        replicas = "differ"
+    return TrainingState(
+        models=job.models,
+        optimizers=job.optimizers,
+        common=mine.common,
+        per_rank=mine.per_rank,
+        framework=FRAMEWORK,
+        replicas=replicas,
+        model_values=_model_values(job, wanted, mine, rank=comm.rank),
+    )
+
+
+def _run_hooks(job: Job, hooks_dir: Path | None) -> dict[int, Mapping[str, torch.Tensor] | None]:
+    """Call the user's hooks; return which models they left, and the weights they changed."""
+    if hooks_dir is None:
+        return dict.fromkeys(range(len(job.models)))
+    weights: list[Any] = [] if job.is_fsdp else [model.state_dict() for model in job.models]
+    before = [dict(one) for one in weights]
+    position = {id(one): i for i, one in enumerate(weights)}
+    given = list(weights)  # kept alive, so that no other object gets one of these ids
+    for hook in job.save_hooks:
+        hook(list(job.models), weights, str(hooks_dir))
+    if job.is_fsdp:
+        return dict.fromkeys(range(len(job.models)))
+    left: dict[int, Mapping[str, torch.Tensor] | None] = {}
+    for place, one in enumerate(weights):
+        i = position.get(id(one), place)
+        changed = one is not given[i] or not _is_same(one, before[i])
+        left[i] = one if changed else None
+    return left
+
+
+def _is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return now.keys() == before.keys() and all(now[name] is before[name] for name in now)
+
+
+def _model_values(
+    job: Job,
+    wanted: Mapping[int, Sequence[str] | None],
+    mine: _Collected,
+    *,
+    rank: int,
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Return what to store in place of models' own tensors; nothing for those taken away."""
+    values: dict[int, dict[str, torch.Tensor]] = {}
+    for i, model in enumerate(job.models):
+        names = wanted.get(i, ())
+        if names is None:
+            continue
+        values[i] = {}
+        if names and (rank == 0 or is_sharded(model)):
+            weights = mine.weights.get(i) or own_tensors(model)
+            values[i] = {
+                canonical(name, model): weights[name]
+                for name in names
+                if isinstance(weights.get(name), torch.Tensor)
+            }
+    return values
