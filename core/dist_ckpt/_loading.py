@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dist_ckpt._engine.commit import locate
+from dist_ckpt._engine.memory import fill_zero
 from dist_ckpt._formats.torch_dist.contents import (
     COMMON_FILE,
     CheckpointContents,
@@ -24,10 +25,10 @@ from dist_ckpt._formats.torch_dist.foreign import foreign_common, read_foreign_o
 from dist_ckpt._formats.torch_dist.objects import COMMON_KEY, decode_document
 from dist_ckpt._formats.torch_dist.read import Destination, read_into
 from dist_ckpt._geometry import Box
-from dist_ckpt._integrity.match import content_problems, describe_unexpected, wanted_box
+from dist_ckpt._integrity.match import content_problems, describe_unexpected, holes, wanted_box
 from dist_ckpt._planning.describe import dtype_from_name, local_shards
 from dist_ckpt._state import LoadParts, merge_after_load, split_for_load
-from dist_ckpt.errors import CheckpointNotFoundError, MismatchError
+from dist_ckpt.errors import CheckpointingException, CheckpointNotFoundError, MismatchError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.storage import LocalStore
 from dist_ckpt.validation import (
@@ -79,12 +80,29 @@ class _Request:
 
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointContents:
     """Recognise and index a checkpoint. Not collective."""
-    return open_contents(locate(checkpoint_dir))
+    found = locate(checkpoint_dir)
+    try:
+        return open_contents(found)
+    except CheckpointingException:
+        # A re-save without an atomic exchange moves the old one aside and back into nothing.
+        again = locate(checkpoint_dir)
+        if again == found:
+            raise
+        return open_contents(again)
 
 
-def open_together(checkpoint_dir: Path, comm: Communicator) -> CheckpointContents:
-    """Recognise and index a checkpoint on rank 0, for all. Collective."""
-    return comm.broadcast(f"opening {checkpoint_dir}", lambda: open_checkpoint(checkpoint_dir))
+def open_together(
+    checkpoint_dir: Path, comm: Communicator, *, check: Callable[[], object] = lambda: None
+) -> CheckpointContents:
+    """Recognise and index a checkpoint on rank 0, for all. Collective.
+
+    ``check`` looks at each rank's arguments first; what it raises on one is raised on all.
+    """
+    return comm.map_reduce(
+        f"opening {checkpoint_dir}",
+        lambda: check() is None,
+        lambda _: open_checkpoint(checkpoint_dir),
+    )
 
 
 def run_load(
@@ -133,7 +151,11 @@ def stored_keys(contents: CheckpointContents) -> dict[str, ShardedTensor | Shard
 
 
 def read_common(contents: CheckpointContents, options: LoadOptions) -> StateDict:
-    """Return the common part. Not collective; every rank reads it for itself."""
+    """Return the common part. Not collective; every rank reads it for itself.
+
+    Raises:
+        CheckpointNotFoundError: The checkpoint was replaced or removed meanwhile.
+    """
     if contents.common is None:
         return foreign_common(contents, allow_pickle=options.allow_pickle)
     common: StateDict = decode_document(
@@ -143,6 +165,8 @@ def read_common(contents: CheckpointContents, options: LoadOptions) -> StateDict
         allow_pickle=options.allow_pickle,
         fetch=lambda keys: read_whole(contents, keys, options),
     )
+    # The document was read when the checkpoint was opened, its tensors only now.
+    check_unchanged(contents)
     return common
 
 
@@ -153,11 +177,19 @@ def read_whole(
 
     Raises:
         CheckpointNotFoundError: A key is not stored.
+        MismatchError: Only a part of a tensor is stored.
     """
     absent = [key for key in keys if key not in contents.index.tensors]
     if absent:
         raise CheckpointNotFoundError(f"{contents.directory}: {shortened(absent)} not stored.")
     stored = [contents.index.tensors[key] for key in keys]
+    problems = [
+        problem
+        for key, one in zip(keys, stored, strict=True)
+        for problem in holes(key, Box((0,) * len(one.shape), one.shape), one)
+    ]
+    if problems:
+        raise MismatchError(f"{contents.directory}: {shortened(problems)}")
     tensors = [torch.empty(one.shape, dtype=dtype_from_name(one.dtype)) for one in stored]
     wanted = [
         Destination(key, Box((0,) * len(one.shape), one.shape), tensor)
@@ -253,7 +285,16 @@ def _target(tensor: ShardedTensor) -> ShardedTensor:
 
 
 def _overlaps_itself(data: torch.Tensor) -> bool:
-    return any(n > 1 and s == 0 for n, s in zip(data.shape, data.stride(), strict=True))
+    """Whether two elements may share memory: filling one would change the other."""
+    if data.numel() <= 1:
+        return False
+    reach = 0
+    for stride, n in sorted(zip(data.stride(), data.shape, strict=True)):
+        if n > 1:
+            if stride <= reach:
+                return True
+            reach += (n - 1) * stride
+    return False
 
 
 def _wanted(
@@ -267,8 +308,7 @@ def _wanted(
         inside = wanted_box(box, stored)
         if inside != box:
             # allow_shape_mismatch: what the checkpoint does not have is zero.
-            with torch.no_grad():
-                view.zero_()
+            fill_zero(view)
         if inside is not None:
             wanted.append((box, view, inside))
     return wanted

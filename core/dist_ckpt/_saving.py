@@ -7,6 +7,7 @@ function says on which rank it runs; two exchanges in all.
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from dist_ckpt._state import split_for_save
 from dist_ckpt.errors import CheckpointingException, CoordinationError, StorageError
 from dist_ckpt.storage import LocalStore
 from dist_ckpt.storage.local import fsync_directory, storage_errors
-from dist_ckpt.validation import RankView, check_objects, check_sharding
+from dist_ckpt.validation import RankView, check_objects, check_sharding, check_storable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,9 +119,11 @@ def _plan(
 ) -> list[_Assignment]:
     """Check all descriptions, share out the work, open the attempt. Rank 0."""
     shards = [view.shards for view in views]
-    check_sharding(shards, coverage=check_coverage)
     if check_coverage:
+        # First: a double object is a double tensor too, which would tell the user less.
         check_objects([view.objects for view in views])
+    check_sharding(shards, coverage=check_coverage)
+    check_storable(shards)
     _check_target(target, options)
     plans = assign_writers(shards)
     coordinator.planned = sum(len(items) for items in plans)
@@ -209,3 +212,17 @@ def _commit(
 def _include(source: Path, destination: Path) -> None:
     for entry in sorted(source.iterdir()):
         shutil.move(entry, destination / entry.name)
+        _sync_tree(destination / entry.name)
+
+
+def _sync_tree(path: Path) -> None:
+    """Make a file, or a folder with all that is in it, durable."""
+    if path.is_symlink():
+        return
+    if path.is_dir():
+        for entry in path.iterdir():
+            _sync_tree(entry)
+        fsync_directory(path)
+        return
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

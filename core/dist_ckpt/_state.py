@@ -7,6 +7,7 @@ changed.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,9 +127,30 @@ def _built(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
             "only dicts and lists are containers.",
             hint="use a list or a dict there.",
         )
-    tree: ShardedStateDict = dict_list_map_outplace(lambda leaf: leaf, sharded_state_dict)
+    tree: ShardedStateDict = {key: _copied(value) for key, value in sharded_state_dict.items()}
     apply_factories(tree)
     return tree
+
+
+def _copied(node: Any) -> Any:
+    """Return ``node`` with containers of our own; the leaves are the same objects."""
+    if _is_value(node):
+        return node
+    if isinstance(node, dict):
+        return {key: _copied(value) for key, value in node.items()}
+    if type(node) is list:
+        return [_copied(value) for value in node]
+    return dict_list_map_outplace(lambda leaf: leaf, node)
+
+
+def _is_value(node: object) -> bool:
+    """Whether this is a dict of another class (Counter, OrderedDict) with nothing sharded in it.
+
+    It is stored as one value, as what it is: a scheduler breaks without its Counter.
+    """
+    if not isinstance(node, dict) or type(node) is dict:
+        return False
+    return not any(_is_sharded(leaf) for leaf in nested_values(node))
 
 
 def _is_sharded(leaf: object) -> bool:
@@ -140,7 +162,11 @@ def _common(node: Any) -> Any:
 
     A list of nothing but sharded leaves goes as a whole: another layout may cut it differently.
     """
-    if isinstance(node, dict):
+    if isinstance(node, dict) and not _is_value(node):
+        if _is_hole(node):
+            raise InvalidShardingError(
+                f"the dict {node!r} cannot be stored: it marks the place of a sharded leaf."
+            )
         kept = {key: _common(value) for key, value in node.items()}
         return {key: value for key, value in kept.items() if value is not _ABSENT}
     if isinstance(node, list):
@@ -194,29 +220,45 @@ def _map_leaves(f: Callable[[object], object], node: Any) -> Any:
 
 def _merged(common: Any, loaded: Any, path: tuple[Any, ...]) -> Any:
     if isinstance(loaded, dict):
-        base = dict(common) if isinstance(common, dict) and not _is_hole(common) else {}
+        # A copy keeps the class: an OrderedDict or a Counter stays one.
+        base = copy.copy(common) if isinstance(common, dict) and not _is_hole(common) else {}
         for key, value in loaded.items():
             result = _merged(base.get(key, _ABSENT), value, (*path, key))
             if result is not _ABSENT:
                 base[key] = result
         return base
-    if isinstance(loaded, list) and isinstance(common, list):
+    if isinstance(loaded, list):
+        return _merged_list(common, loaded, path)
+    if loaded is _ABSENT:
+        return None if path and isinstance(path[-1], int) and _is_hole(common) else common
+    return loaded
+
+
+def _merged_list(common: Any, loaded: list[Any], path: tuple[Any, ...]) -> Any:
+    if isinstance(common, list) and common:
+        if _is_plain(loaded) and len(loaded) != len(common):
+            return [None if _is_hole(one) else one for one in common]
         if len(loaded) != len(common):
             raise MismatchError(
                 f"list at {'.'.join(map(str, path))!r}: {len(loaded)} elements are expected, "
                 f"{len(common)} are stored"
             )
-        return [
-            _merged(c, v, (*path, i)) for i, (c, v) in enumerate(zip(common, loaded, strict=True))
-        ]
-    if isinstance(loaded, list):
-        values = [_merged(_ABSENT, v, (*path, i)) for i, v in enumerate(loaded)]
-        if values and all(value is _ABSENT for value in values):
-            return common
-        return [None if value is _ABSENT else value for value in values]
-    if loaded is _ABSENT:
+        pairs = enumerate(zip(common, loaded, strict=True))
+        return [_merged(c, v, (*path, i)) for i, (c, v) in pairs]
+    # A list of nothing but shards: rank 0 may have had none of them and stored an empty list.
+    values = [_merged(_ABSENT, v, (*path, i)) for i, v in enumerate(loaded)]
+    if values and all(value is _ABSENT for value in values):
         return common
-    return loaded
+    return [None if value is _ABSENT else value for value in values]
+
+
+def _is_plain(loaded: Any) -> bool:
+    """Whether nothing in this part of the request was sharded: the stored values stand for it."""
+    if isinstance(loaded, dict):
+        return all(map(_is_plain, loaded.values()))
+    if isinstance(loaded, list):
+        return all(map(_is_plain, loaded))
+    return loaded is _ABSENT
 
 
 def _is_hole(node: object) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from dist_ckpt.errors import ConfigError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -23,6 +25,7 @@ class SaveOptions:
     Attributes:
         thread_count: Files that this rank writes at a time.
         timeout_secs: How long ranks wait for each other in one step.
+        verify_sharding: Whether to check that the shards of all ranks tile every tensor exactly.
         replace: ``checkpoint``: the target may be an older checkpoint, or not be there; anything
             else is an error. ``any``: whatever stands there is replaced; files of a directory that
             no checkpoint of ours wrote are kept beside the new one.
@@ -33,9 +36,14 @@ class SaveOptions:
 
     thread_count: int = 2
     timeout_secs: float = 1800.0
+    verify_sharding: bool = True
     replace: Replace = "checkpoint"
     staging_dir: Path | None = None
     include_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse values that no save can work with."""
+        _check_positive(thread_count=self.thread_count, timeout_secs=self.timeout_secs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +62,15 @@ class LoadOptions:
     timeout_secs: float = 1800.0
     allow_pickle: bool = False
     cast: Literal["error", "allow"] = "error"
+
+    def __post_init__(self) -> None:
+        """Refuse values that no load can work with."""
+        _check_positive(thread_count=self.thread_count, timeout_secs=self.timeout_secs)
+        if self.cast not in ("error", "allow"):
+            raise ConfigError(f"cast must be 'error' or 'allow', not {self.cast!r}.")
+
+
+def _check_positive(**values: float) -> None:
+    wrong = [f"{name} must be positive, not {n!r}" for name, n in values.items() if not n > 0]
+    if wrong:
+        raise ConfigError(f"{'; '.join(wrong)}.")

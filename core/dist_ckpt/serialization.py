@@ -86,14 +86,18 @@ def save(
         CoordinationError: Ranks failed, vanished or made different calls.
     """
     options = options or SaveOptions()
-    _check_backend(sharded_strategy, common_strategy)
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
+
+    def build() -> ShardedStateDict:
+        _check_backend(sharded_strategy, common_strategy)
+        return sharded_state_dict
+
     run_save(
-        lambda: sharded_state_dict,
+        build,
         Path(checkpoint_dir),
         comm,
         options,
-        check_coverage=validate_access_integrity,
+        check_coverage=validate_access_integrity and options.verify_sharding,
     )
 
 
@@ -137,12 +141,17 @@ def load(
         UnsafeContentError: A value needs ``LoadOptions(allow_pickle=True)``.
     """
     options = options or LoadOptions()
-    _check_backend(sharded_strategy, common_strategy)
-    policy = StrictPolicy.of(parse_strict_flag(strict))
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
+
+    def check() -> None:
+        _check_backend(sharded_strategy, common_strategy)
+        parse_strict_flag(strict)
+
+    contents = open_together(Path(checkpoint_dir), comm, check=check)
+    policy = StrictPolicy.of(parse_strict_flag(strict))
     result = run_load(
         lambda: sharded_state_dict,
-        open_together(Path(checkpoint_dir), comm),
+        contents,
         comm,
         options,
         policy,

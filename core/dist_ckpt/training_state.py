@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dist_ckpt._comm import default_communicator
-from dist_ckpt._engine.commit import remove_tree
+from dist_ckpt._engine.commit import forget_aside, remove_tree
 from dist_ckpt._formats.torch_dist.contents import check_unchanged
 from dist_ckpt._loading import (
     open_checkpoint,
@@ -94,12 +94,19 @@ class TrainingState:
 
 def save_training_state(
     checkpoint_dir: PathLike,
-    state: TrainingState,
+    state: TrainingState | Callable[[], TrainingState],
     *,
     options: SaveOptions | None = None,
     communicator: Communicator | None = None,
 ) -> None:
     """Save a job's state as one checkpoint directory. Collective.
+
+    Args:
+        checkpoint_dir: The directory to make.
+        state: What this rank gives; or what returns it, so that a failure to do so on one rank is
+            raised on all.
+        options: Further choices.
+        communicator: The ranks, if not those of the default process group.
 
     Raises:
         CheckpointingException: On every rank, whatever failed on any; nothing is committed then.
@@ -107,10 +114,14 @@ def save_training_state(
     options = options or SaveOptions()
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
     build = functools.partial(_tree, state, comm)
-    run_save(build, Path(checkpoint_dir), comm, options, check_coverage=True)
+    target = Path(checkpoint_dir)
+    run_save(build, target, comm, options, check_coverage=options.verify_sharding)
 
 
-def _tree(state: TrainingState, comm: Communicator) -> ShardedStateDict:
+def _tree(
+    state: TrainingState | Callable[[], TrainingState], comm: Communicator
+) -> ShardedStateDict:
+    state = state if isinstance(state, TrainingState) else state()
     layouts = [model_layout(model, replicas=state.replicas) for model in state.models]
     tree: ShardedStateDict = {
         "dist_ckpt": {"framework": state.framework, "world_size": comm.size},
@@ -266,7 +277,8 @@ class CheckpointView:
         )
         if prefixes is None:
             return
-        logger.warning(
+        logger.log(
+            logging.WARNING if self._comm.rank == 0 else logging.DEBUG,
             "%s: model %d is stored with names %r..., in this job they are %r...; renamed.",
             self._contents.directory, i, prefixes.stored, prefixes.own,
         )  # fmt: skip
@@ -324,6 +336,11 @@ class CheckpointView:
         full |= {other: full[first] for other, first in self._tied(i).items() if first in full}
         return full
 
+    def extra_state(self, i: int) -> StateDict:
+        """Return what ``get_extra_state`` gave, by its name in a state dict. Not collective."""
+        saved: StateDict = self._tree.get("extra_state", {}).get(str(i), {})
+        return {f"{name}._extra_state".removeprefix("."): one for name, one in saved.items()}
+
     def load_optimizer(self, j: int, optimizer: Any, models: Sequence[nn.Module]) -> None:
         """Fill an optimizer, through its own ``load_state_dict``.
 
@@ -369,7 +386,9 @@ class CheckpointView:
         if rank >= size:
             return None
         one = ShardedObject(_PER_RANK, None, (size,), (rank,))
-        return read_object(one, self._contents, self._options)
+        value = read_object(one, self._contents, self._options)
+        check_unchanged(self._contents)
+        return value
 
     def _tied(self, i: int) -> dict[str, str]:
         tied: dict[str, str] = self._tree.get("tied", {}).get(str(i), {})
@@ -399,6 +418,8 @@ def remove_checkpoint(path: PathLike) -> None:
 
     Call it on one rank. Nothing happens if nothing is there.
     """
+    # First what stands aside: without its target, it would be taken for the checkpoint.
+    forget_aside(Path(path))
     remove_tree(Path(path))
 
 

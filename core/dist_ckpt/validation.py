@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
-from dist_ckpt._integrity.coverage import agreement_problems, coverage_problems
+from dist_ckpt._integrity.coverage import (
+    agreement_problems,
+    coverage_problems,
+    storage_problems,
+)
 from dist_ckpt.errors import InvalidShardingError, MismatchError
 from dist_ckpt.mapping import ShardedObject, is_main_replica
 
@@ -29,6 +33,7 @@ __all__ = [
     "StrictPolicy",
     "check_objects",
     "check_sharding",
+    "check_storable",
     "parse_strict_flag",
 ]
 
@@ -120,6 +125,17 @@ def check_sharding(views: Sequence[Sequence[ShardInfo]], *, coverage: bool) -> N
             shortened(problems),
             hint="exactly one rank must save each element: replica_id is 0 (or all 0) on it alone.",
         )
+
+
+def check_storable(views: Sequence[Sequence[ShardInfo]]) -> None:
+    """Raise if these shards would make a checkpoint that cannot be read back.
+
+    Raises:
+        InvalidShardingError: With every problem found, of every key.
+    """
+    problems = storage_problems(views)
+    if problems:
+        raise InvalidShardingError(shortened(problems))
 
 
 def check_objects(views: Sequence[Sequence[ShardedObject]]) -> None:

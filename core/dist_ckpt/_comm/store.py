@@ -93,11 +93,14 @@ class StoreCommunicator:
             raise
         failure = None if error is None else describe_failure(error)
         if self._rank == 0:
-            verdict = self._collect(phase, number, value, failure)
-            if isinstance(verdict, list):
-                verdict, combine_error = _combined(verdict, combine)
+            found = self._collect(phase, number, value, failure)
+            if isinstance(found, list):
+                verdict, combine_error = _combined(found, combine)
                 error = error or combine_error
-            self._publish(number, verdict, scatter=scatter)
+            else:
+                verdict = found
+            verdict, pack_error = self._publish_any(number, verdict, scatter=scatter)
+            error = error or pack_error
         else:
             self._set(f"{number}/in/{self._rank}", (phase, value, failure))
             verdict = self._await_verdict(phase, number)
@@ -114,7 +117,7 @@ class StoreCommunicator:
 
     def _report_interrupt(self, phase: str, number: int, failure: RankFailure) -> None:
         if self._rank == 0:
-            self._publish(number, _Failed({0: failure}), scatter=False)
+            self._publish(number, self._packed(_Failed({0: failure}), scatter=False))
         else:
             self._set(f"{number}/in/{self._rank}", (phase, None, failure))
 
@@ -150,12 +153,27 @@ class StoreCommunicator:
             )
         return _Failed(failures) if failures else values
 
-    def _publish(self, number: int, verdict: _Verdict, *, scatter: bool) -> None:
-        if scatter and isinstance(verdict, _Done) and len(verdict.result) != self._size:
+    def _packed(self, verdict: _Verdict, *, scatter: bool) -> list[bytes]:
+        """Return what each of the other ranks is told, pickled."""
+        if not (scatter and isinstance(verdict, _Done)):
+            return [pickle.dumps(verdict)] * (self._size - 1)
+        if len(verdict.result) != self._size:
             raise CoordinationError(f"{len(verdict.result)} results for {self._size} ranks")
-        shared = pickle.dumps(verdict) if not (scatter and isinstance(verdict, _Done)) else b""
-        for rank in range(1, self._size):
-            data = shared or pickle.dumps(_Done(verdict.result[rank]))
+        return [pickle.dumps(_Done(result)) for result in verdict.result[1:]]
+
+    def _publish_any(
+        self, number: int, verdict: _Verdict, *, scatter: bool
+    ) -> tuple[_Verdict, Exception | None]:
+        """Tell the others; a result that cannot travel is a failure, of which they are told."""
+        packed, error = _attempt(lambda: self._packed(verdict, scatter=scatter))
+        if error is not None:
+            verdict = _Failed({0: describe_failure(error)})
+            packed = self._packed(verdict, scatter=False)
+        self._publish(number, packed)
+        return verdict, error
+
+    def _publish(self, number: int, packed: Sequence[bytes]) -> None:
+        for rank, data in enumerate(packed, start=1):
             self._store.set(f"{self._name}/{number}/out/{rank}", data)  # type: ignore[arg-type]  # bytes are taken
 
     def _await_verdict(self, phase: str, number: int) -> _Verdict:
@@ -240,8 +258,9 @@ class _Missing(_Verdict):
         self.message = message
 
 
-class _Disagreement(_Missing):
-    pass
+class _Disagreement(_Verdict):
+    def __init__(self, message: str) -> None:
+        self.message = message
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:

@@ -27,7 +27,7 @@ from dist_ckpt.storage.local import fsync_directory, storage_errors
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-__all__ = ["Attempt", "Replace", "attempt_prefix", "locate", "remove_tree"]
+__all__ = ["Attempt", "Replace", "attempt_prefix", "forget_aside", "locate", "remove_tree"]
 
 Replace: TypeAlias = Literal["checkpoint", "any"]
 """What a save may replace at its target: an older checkpoint only, or whatever stands there (files
@@ -77,10 +77,16 @@ class Attempt:
             if self.target.is_dir() and not self.target.is_symlink():
                 _carry_over(self.target, self.directory, old_files)
             old = _replace(self.directory, self.target)
-            fsync_directory(self.target.parent)
+            try:
+                fsync_directory(self.target.parent)
+            except BaseException:
+                # A failed save leaves the old checkpoint in place, at this late point too.
+                _put_back(self.directory, self.target, old)
+                raise
         if old is not None:
-            # The new checkpoint is committed; what cannot be deleted now is swept later.
+            # The new checkpoint is committed: a failure to delete the old one is no failure of it.
             remove_tree(old, ignore_errors=True)
+        forget_aside(self.target)
 
     def abort(self) -> None:
         """Remove the attempt; what cannot be removed has no marker and is believed by nobody."""
@@ -103,6 +109,12 @@ def locate(target: Path) -> Path:
         return target
     aside = _aside(target)
     return aside[-1] if aside else target
+
+
+def forget_aside(target: Path) -> None:
+    """Remove what crashed saves left aside, which would come back once ``target`` is removed."""
+    for path in _aside(target):
+        remove_tree(path, ignore_errors=True)
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
@@ -134,7 +146,14 @@ def _aside(target: Path) -> list[Path]:
     pattern = f"{attempt_prefix(target)}*.previous"
     if not target.parent.is_dir():
         return []
-    return sorted(target.parent.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+    return sorted(target.parent.glob(pattern), key=_mtime_ns)
+
+
+def _mtime_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # another process has just put it back or removed it
+        return 0
 
 
 def _recover(target: Path) -> None:
@@ -166,6 +185,16 @@ def _replace(new: Path, target: Path) -> Path | None:
         aside.rename(target)
         raise
     return aside
+
+
+def _put_back(new: Path, target: Path, old: Path | None) -> None:
+    """Undo ``_replace``, so that ``new`` is an attempt again."""
+    if old == new:
+        _exchange(new, target)
+        return
+    target.rename(new)
+    if old is not None:
+        old.rename(target)
 
 
 def _exchange(a: Path, b: Path) -> None:

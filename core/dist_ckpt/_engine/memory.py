@@ -7,6 +7,7 @@ Here: views and bounded staging pieces. Not here: files (``storage``) or what to
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,15 @@ from dist_ckpt._geometry import Box, split_box
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["PIECE_NBYTES", "bits", "host_bytes", "is_plain_memory", "pieces_for_write"]
+__all__ = [
+    "PIECE_NBYTES",
+    "Scratch",
+    "bits",
+    "fill_zero",
+    "host_bytes",
+    "is_plain_memory",
+    "pieces_for_write",
+]
 
 PIECE_NBYTES = 8 << 20
 """Largest bounce buffer of one transfer thread."""
@@ -55,12 +64,41 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if integer is None else tensor.view(integer)
 
 
-def pieces_for_write(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+def fill_zero(tensor: torch.Tensor) -> None:
+    """Set all bits of a tensor to zero, whatever its dtype."""
+    with torch.no_grad():
+        # Conjugated and negated views cannot be seen as integers; their dtypes have the kernel.
+        plain = not tensor.is_conj() and not tensor.is_neg()
+        (bits(tensor) if plain else tensor).zero_()
+
+
+class Scratch:
+    """Bounce memory of one job: taken once, used for piece after piece.
+
+    Fresh memory for each piece would leave the heaps of several threads behind, as large as the
+    tensors. Not for use by two threads.
+    """
+
+    def __init__(self) -> None:
+        """Take nothing yet."""
+        self._blocks: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous host tensor; what was taken under this name before is void."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        block = self._blocks.get(name)
+        if block is None or block.numel() < nbytes:
+            block = torch.empty(max(nbytes, PIECE_NBYTES), dtype=torch.uint8)
+            self._blocks[name] = block
+        return block[:nbytes].view(dtype).view(shape)
+
+
+def pieces_for_write(tensor: torch.Tensor, scratch: Scratch) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield ``(byte position, plain tensor)`` pieces that together are ``tensor``, row-major.
 
     Plain host memory comes out as it is, in one piece. Anything else (strided views, expanded
     tensors, other devices, pending conjugation) is copied piece by piece, at most ``PIECE_NBYTES``
-    at a time, so that the copy never grows with the tensor.
+    at a time, so that the copy never grows with the tensor; each is void when the next comes.
     """
     if is_plain_memory(tensor):
         yield 0, tensor
@@ -69,6 +107,9 @@ def pieces_for_write(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]
     position = 0
     for box in split_box(whole, tensor.element_size(), PIECE_NBYTES):
         view = tensor[box.slices()] if box.shape else tensor
-        piece = bits(view.resolve_conj().resolve_neg()).to("cpu").contiguous()
+        source = bits(view.resolve_conj().resolve_neg())
+        piece = scratch.take("piece", box.shape, source.dtype)
+        with torch.no_grad():
+            piece.copy_(source)
         yield position, piece
         position += piece.numel() * piece.element_size()

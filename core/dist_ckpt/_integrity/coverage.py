@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt._planning.describe import ShardInfo
 
-__all__ = ["agreement_problems", "coverage_problems"]
+__all__ = ["agreement_problems", "coverage_problems", "overlaps", "storage_problems"]
 
 _SHOWN = 4
 
@@ -35,6 +35,35 @@ def agreement_problems(views: Sequence[Sequence[ShardInfo]]) -> list[str]:
             if len(ranks) > 1:
                 told = ", ".join(f"{value} on ranks {at}" for value, at in ranks.items())
                 problems.append(f"{key!r}: ranks disagree on {what}: {told}")
+        if len({info.role for _, info in held}) > 1:
+            problems.append(
+                f"{key!r}: the key of a sharded tensor is also that of an object or of a tensor "
+                "within the common part or an object; rename the sharded tensor"
+            )
+    return problems
+
+
+def storage_problems(views: Sequence[Sequence[ShardInfo]]) -> list[str]:
+    """Return what would make a checkpoint that cannot be read back, for every key.
+
+    Whatever else is allowed: boxes to be written lie within their tensor, do not overlap, and
+    somebody has their data.
+    """
+    problems = []
+    for key, held in sorted(_by_key(views).items()):
+        written: list[Box] = []
+        for box, holders in sorted(_by_box(held).items()):
+            ranks = _shown(sorted({rank for rank, _ in holders}))
+            shape = holders[0][1].global_shape
+            if not box.within(shape):
+                problems.append(f"{key!r}: {_box(box)} is outside of {shape} (ranks {ranks})")
+            if not _mains(holders):
+                continue
+            written.append(box)
+            with_data = [(rank, info) for rank, info in holders if info.has_data]
+            if not with_data or not _mains(with_data):
+                problems.append(f"{key!r}: {_box(box)} has no data (ranks {ranks})")
+        problems += [f"{key!r}: {_box(a)} and {_box(b)} overlap" for a, b in overlaps(written)]
     return problems
 
 
@@ -50,18 +79,14 @@ def coverage_problems(views: Sequence[Sequence[ShardInfo]]) -> list[str]:
         ranks = sorted({rank for rank, _ in held})
         where = f"(global shape {shape}, ranks {_shown(ranks)})"
         boxes = []
-        by_box: dict[Box, list[tuple[int, ShardInfo]]] = defaultdict(list)
-        for rank, info in held:
-            if info.box.numel:
-                by_box[info.box].append((rank, info))
-        for box, holders in sorted(by_box.items()):
+        for box, holders in sorted(_by_box(held).items()):
             mains = _mains(holders)
             if len(mains) > 1:
                 problems.append(f"{key!r}: {_box(box)} has main replicas on ranks {mains} {where}")
             if mains:
                 boxes.append(box)
         problems += [
-            f"{key!r}: {_box(a)} and {_box(b)} overlap {where}" for a, b in _overlaps(boxes)
+            f"{key!r}: {_box(a)} and {_box(b)} overlap {where}" for a, b in overlaps(boxes)
         ]
         problems += [
             f"{key!r}: {_box(gap)} is saved by no main replica {where}"
@@ -78,6 +103,14 @@ def _by_key(views: Sequence[Sequence[ShardInfo]]) -> dict[str, list[tuple[int, S
     return by_key
 
 
+def _by_box(held: list[tuple[int, ShardInfo]]) -> dict[Box, list[tuple[int, ShardInfo]]]:
+    by_box: dict[Box, list[tuple[int, ShardInfo]]] = defaultdict(list)
+    for rank, info in held:
+        if info.box.numel:
+            by_box[info.box].append((rank, info))
+    return by_box
+
+
 def _mains(holders: list[tuple[int, ShardInfo]]) -> list[int]:
     """Return the ranks whose copy counts: one is right, none is a gap, more are too many."""
     if any(info.writer == "main" for _, info in holders):
@@ -85,7 +118,7 @@ def _mains(holders: list[tuple[int, ShardInfo]]) -> list[int]:
     return [holders[0][0]]
 
 
-def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
+def overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
     """Return pairs of boxes that share an element; a few are enough to tell."""
     if len(boxes) < 2 or not boxes[0].shape:  # noqa: PLR2004 - a pair
         return []
@@ -106,7 +139,7 @@ def _overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
 def _gaps(boxes: list[Box], shape: tuple[int, ...]) -> list[Box]:
     """Return boxes of the tensor that no box covers; a few are enough to tell."""
     total = math.prod(shape)
-    if sum(box.numel for box in boxes) >= total and not _overlaps(boxes):
+    if sum(box.numel for box in boxes) >= total and not overlaps(boxes):
         return []
     rest = [Box((0,) * len(shape), shape)] if total else []
     for box in boxes:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
     from dist_ckpt.mapping import ShardedTensor
 
-__all__ = ["content_problems", "describe_unexpected", "wanted_box"]
+__all__ = ["content_problems", "describe_unexpected", "holes", "wanted_box"]
 
 
 def wanted_box(box: Box, stored_shape: tuple[int, ...]) -> Box | None:
@@ -44,22 +44,23 @@ def content_problems(
             problems.append(
                 f"{tensor.key!r}: {dtype_name(tensor.dtype)} is expected, {stored.dtype} is stored"
             )
-        problems += _holes(tensor, stored)
+        for box, _ in tensor.pieces():
+            wanted = wanted_box(box, stored.shape)
+            problems += holes(tensor.key, wanted, stored) if wanted is not None else ()
     return problems
 
 
-def _holes(tensor: ShardedTensor, stored: StoredTensor) -> Iterable[str]:
-    for box, _ in tensor.pieces():
-        wanted = wanted_box(box, stored.shape)
-        if wanted is None or not wanted.numel:
-            continue
-        common = (wanted.intersect(c.box) if wanted.shape else wanted for c in stored.chunks)
-        have = sum(part.numel for part in common if part is not None)
-        if have != wanted.numel:
-            yield (
-                f"{tensor.key!r}: {have} of the {wanted.numel} elements at {wanted.offset} of "
-                f"shape {wanted.shape} are stored"
-            )
+def holes(key: str, box: Box, stored: StoredTensor) -> Iterable[str]:
+    """Yield the problem if not all elements of ``box`` are stored."""
+    if not box.numel:
+        return
+    common = (box.intersect(c.box) if box.shape else box for c in stored.chunks)
+    have = sum(part.numel for part in common if part is not None)
+    if have != box.numel:
+        yield (
+            f"{key!r}: {have} of the {box.numel} elements at {box.offset} of shape {box.shape} "
+            "are stored"
+        )
 
 
 def describe_unexpected(keys: Sequence[str], known: Iterable[str]) -> list[str]:

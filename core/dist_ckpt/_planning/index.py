@@ -99,14 +99,7 @@ class CheckpointIndex:
                 key: _tensor_from_json(key, entry, files, sizes)
                 for key, entry in document["tensors"].items()
             }
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            AttributeError,
-            RecursionError,
-        ) as error:
+        except _MALFORMED as error:
             raise CorruptedCheckpointError(
                 f"{where}: not an index of ours ({type(error).__name__}: {error})."
             ) from error
@@ -123,8 +116,8 @@ def _tensor_from_json(
     chunks = []
     for offset, extent, file, *place in entry["chunks"]:
         box = Box(_int_tuple(offset), _int_tuple(extent))
-        name = files[file]
-        position, nbytes = _int_tuple(place)
+        number, position, nbytes = _int_tuple([file, *place])
+        name = files[number]
         if not box.within(shape) or nbytes != box.numel * itemsize:
             raise ValueError(f"{key!r}: chunk {box} of {nbytes} bytes does not fit shape {shape}")
         if position + nbytes > sizes.get(name, -1):

@@ -10,9 +10,11 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dist_ckpt._integrity.coverage import overlaps
 from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
 from dist_ckpt.core import CONFIG_FNAME, CheckpointingConfig, maybe_load_config
 from dist_ckpt.errors import (
+    CheckpointingException,
     CheckpointNotFoundError,
     CorruptedCheckpointError,
     IncompleteCheckpointError,
@@ -20,6 +22,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.storage import LocalStore
 from dist_ckpt.storage.base import checked_name
+from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -46,7 +49,10 @@ MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
 OWN_DOCUMENTS = (INDEX_FILE, COMMON_FILE, MANIFEST_FILE, METADATA_FILE, CONFIG_FNAME)
 MANIFEST_VERSION = 1
+COMMON_BACKEND = "json"
+"""In ``metadata.json``: the checkpoint is ours, so that our other documents must be there."""
 _MAX_DOCUMENT_NBYTES = 1 << 31
+_OPEN_TRIES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +120,7 @@ def write_documents(
     }
     store.create(MANIFEST_FILE, json.dumps(manifest, indent=1).encode())
     # The marker comes last: whoever sees it may believe all the rest.
-    config = CheckpointingConfig("torch_dist", 1, common_backend="json", common_backend_version=1)
+    config = CheckpointingConfig("torch_dist", 1, common_backend=COMMON_BACKEND)
     store.create(CONFIG_FNAME, config.to_json())
 
 
@@ -139,7 +145,7 @@ def open_contents(directory: Path) -> CheckpointContents:
             f"{directory}: format {config.sharded_backend!r} version "
             f"{config.sharded_backend_version}; this release reads ('torch_dist', 1)."
         )
-    if store.nbytes(MANIFEST_FILE) is None:
+    if store.nbytes(MANIFEST_FILE) is None and config.common_backend != COMMON_BACKEND:
         return _open_foreign(directory, store)
     return _open_own(directory, store)
 
@@ -204,13 +210,36 @@ def _open_foreign(directory: Path, store: Store) -> CheckpointContents:
         where=str(directory / METADATA_FILE),
         sizes=sizes,
     )
+    _check_disjoint(foreign.index, directory / METADATA_FILE)
     return CheckpointContents(
         directory=directory, index=foreign.index, objects=foreign.objects, paths=foreign.paths
     )
 
 
 def _open_own(directory: Path, store: Store) -> CheckpointContents:
+    if store.nbytes(MANIFEST_FILE) is None:
+        raise CorruptedCheckpointError(
+            f"{directory}: {MANIFEST_FILE} is missing.", hint="use another checkpoint."
+        )
     manifest = _manifest(directory, store)
+    for _ in range(_OPEN_TRIES):
+        error: CheckpointingException | None = None
+        try:
+            contents = _read_own(directory, store, manifest)
+        except CheckpointingException as e:
+            error = e
+        # A re-save may have swapped the directory between two of the documents: only what was read
+        # under one manifest belongs together.
+        now = _manifest(directory, store)
+        if now["checkpoint_id"] == manifest["checkpoint_id"]:
+            if error is not None:
+                raise error
+            return contents
+        manifest = now
+    raise CheckpointNotFoundError(f"{directory} is replaced again and again while it is opened.")
+
+
+def _read_own(directory: Path, store: Store, manifest: dict[str, Any]) -> CheckpointContents:
     sizes: dict[str, int] = manifest["files"]
     found = {name: store.nbytes(name) for name in sizes}
     problems = [
@@ -227,6 +256,7 @@ def _open_own(directory: Path, store: Store) -> CheckpointContents:
         where=str(directory / INDEX_FILE),
         sizes=sizes,
     )
+    _check_disjoint(index, directory / INDEX_FILE)
     return CheckpointContents(
         directory=directory,
         checkpoint_id=manifest["checkpoint_id"],
@@ -234,6 +264,17 @@ def _open_own(directory: Path, store: Store) -> CheckpointContents:
         index=index,
         common=store.read(COMMON_FILE, max_nbytes=_MAX_DOCUMENT_NBYTES),
     )
+
+
+def _check_disjoint(index: CheckpointIndex, where: Path) -> None:
+    """Raise if two chunks of a tensor share an element: counting elements would then prove nothing.
+
+    Raises:
+        CorruptedCheckpointError: Naming the keys.
+    """
+    keys = [key for key, t in index.tensors.items() if overlaps([c.box for c in t.chunks])]
+    if keys:
+        raise CorruptedCheckpointError(f"{where}: chunks overlap in {shortened(keys)}.")
 
 
 def _manifest(directory: Path, store: Store) -> dict[str, Any]:

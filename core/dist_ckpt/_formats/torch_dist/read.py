@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dist_ckpt._engine.memory import PIECE_NBYTES, bits, host_bytes, is_plain_memory
+from dist_ckpt._engine.memory import PIECE_NBYTES, Scratch, bits, host_bytes, is_plain_memory
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._geometry import Box, split_box
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.load import Read, byte_runs, plan_reads
-from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
+from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError, MismatchError
 from dist_ckpt.storage import Extent
 
 if TYPE_CHECKING:
@@ -43,6 +43,15 @@ class Destination:
     key: str
     box: Box
     view: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The file that a job reads, and the job's own bounce memory."""
+
+    store: Store
+    name: str
+    scratch: Scratch
 
 
 def read_into(
@@ -88,13 +97,14 @@ def _job(
 ) -> Callable[[Callable[[], None]], int]:
     def run(check: Callable[[], None]) -> int:
         nbytes = 0
+        source = _Source(store, name, Scratch())
         for read in reads:
             check()
             target = destinations[read.request]
             inside = read.region.relative_to(target.box)
             view = target.view[inside.slices()] if inside.shape else target.view
             try:
-                nbytes += _fill(store, name, read, view)
+                nbytes += _fill(source, read, view)
             except CheckpointingException as error:
                 raise type(error)(f"{read.key!r}: {error}") from error
         return nbytes
@@ -102,16 +112,16 @@ def _job(
     return run
 
 
-def _fill(store: Store, name: str, read: Read, view: torch.Tensor) -> int:
+def _fill(source: _Source, read: Read, view: torch.Tensor) -> int:
     dtype = dtype_from_name(read.dtype)
     if read.chunk.encoding == "torch_zip":
-        return _fill_from_record(store, name, read, view)
+        return _fill_from_record(source, read, view)
     run, positions = byte_runs(read)
     count = read.region.numel * dtype.itemsize // run
     if count > _MANY_RUNS and _span(read) < count * (run + _CALL_NBYTES):
-        return _fill_from_span(store, name, read, view)
+        return _fill_from_span(source, read, view)
     if view.dtype != dtype or not is_plain_memory(view):
-        return _fill_by_pieces(store, name, read, view)
+        return _fill_by_pieces(source, read, view)
     memory = host_bytes(view)
     at = 0
     while batch := list(islice(positions, _MANY_RUNS)):
@@ -119,24 +129,24 @@ def _fill(store: Store, name: str, read: Read, view: torch.Tensor) -> int:
             Extent(position, memory[at + i * run : at + (i + 1) * run])
             for i, position in enumerate(batch)
         ]
-        store.read_ranges(name, extents)
+        source.store.read_ranges(source.name, extents)
         at += len(batch) * run
     return memory.nbytes
 
 
-def _fill_by_pieces(store: Store, name: str, read: Read, view: torch.Tensor) -> int:
+def _fill_by_pieces(source: _Source, read: Read, view: torch.Tensor) -> int:
     """Read into bounce buffers of bounded size and copy (or cast) from there."""
     dtype = dtype_from_name(read.dtype)
     nbytes = 0
     for box in split_box(read.region, dtype.itemsize, PIECE_NBYTES):
-        buffer = torch.empty(box.shape, dtype=dtype)
+        buffer = source.scratch.take("piece", box.shape, dtype)
         part = Read(read.request, read.key, read.dtype, read.chunk, box)
-        nbytes += _fill(store, name, part, buffer)
+        nbytes += _fill(source, part, buffer)
         _copy(_sub_view(view, box, read.region), buffer)
     return nbytes
 
 
-def _fill_from_span(store: Store, name: str, read: Read, view: torch.Tensor) -> int:
+def _fill_from_span(source: _Source, read: Read, view: torch.Tensor) -> int:
     """Read everything between the first and the last run, and pick the runs from memory."""
     region = read.region
     span = _span(read)
@@ -144,31 +154,31 @@ def _fill_from_span(store: Store, name: str, read: Read, view: torch.Tensor) -> 
         nbytes = 0
         for half in split_box(region, 1, (region.numel + 1) // 2):
             part = Read(read.request, read.key, read.dtype, read.chunk, half)
-            nbytes += _fill(store, name, part, _sub_view(view, half, region))
+            nbytes += _fill(source, part, _sub_view(view, half, region))
         return nbytes
     dtype = dtype_from_name(read.dtype)
-    buffer = torch.empty(span // dtype.itemsize, dtype=dtype)
+    buffer = source.scratch.take("span", (span // dtype.itemsize,), dtype)
     _, positions = byte_runs(read)
-    store.read_ranges(name, [Extent(next(positions), host_bytes(buffer))])
+    source.store.read_ranges(source.name, [Extent(next(positions), host_bytes(buffer))])
     _copy(view, torch.as_strided(buffer, region.shape, _strides(read.chunk.box)))
     return span
 
 
-def _fill_from_record(store: Store, name: str, read: Read, view: torch.Tensor) -> int:
+def _fill_from_record(source: _Source, read: Read, view: torch.Tensor) -> int:
     """Take the region from a whole ``torch.save`` record, as other writers leave them."""
     data = bytearray(read.chunk.nbytes)
-    store.read_ranges(name, [Extent(read.chunk.position, memoryview(data))])
+    source.store.read_ranges(source.name, [Extent(read.chunk.position, memoryview(data))])
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # a torn record makes torch raise almost anything
         raise CorruptedCheckpointError(
-            f"{name}: no tensor record at byte {read.chunk.position} ({error})."
+            f"{source.name}: no tensor record at byte {read.chunk.position} ({error})."
         ) from error
     expected = (read.chunk.box.shape, dtype_from_name(read.dtype))
     if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
         raise CorruptedCheckpointError(
-            f"{name}: the record at byte {read.chunk.position} is not a {read.dtype} tensor of "
-            f"shape {read.chunk.box.shape}."
+            f"{source.name}: the record at byte {read.chunk.position} is not a {read.dtype} tensor "
+            f"of shape {read.chunk.box.shape}."
         )
     inside = read.region.relative_to(read.chunk.box)
     _copy(view, tensor[inside.slices()] if inside.shape else tensor)
@@ -200,4 +210,9 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
             bits(target).copy_(bits(source))
         else:
-            target.copy_(source)
+            try:
+                target.copy_(source)
+            except RuntimeError as error:  # some dtypes have no conversion
+                raise MismatchError(
+                    f"{source.dtype} cannot be converted to {target.dtype} ({error})."
+                ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dist_ckpt._engine.memory import host_bytes, pieces_for_write
+from dist_ckpt._engine.memory import Scratch, host_bytes, pieces_for_write
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.torch_dist.records import RecordFrame, frame_record
 from dist_ckpt._planning.describe import dtype_from_name
@@ -137,12 +137,13 @@ def _file_job(
 
 
 def _extents(placed: list[_Placed], check: Callable[[], None], at: list[str]) -> Iterator[Extent]:
+    scratch = Scratch()
     for one in placed:
         check()
         at[:] = [one.info.key]
         payload = one.position + len(one.frame.head)
         yield Extent(one.position, one.frame.head)
-        for offset, piece in pieces_for_write(one.view):
+        for offset, piece in pieces_for_write(one.view, scratch):
             yield Extent(payload + offset, host_bytes(piece))
         yield Extent(payload + one.frame.nbytes, one.frame.tail)
 
