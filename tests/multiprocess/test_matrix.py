@@ -116,9 +116,7 @@ def gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
     return {key: value.clone() for key, value in full.items() if isinstance(value, torch.Tensor)}
 
 
-def gathered_fsdp1(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
+def gathered_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The same for FSDP1, whose own gathering crashes on CPU: rank after rank, flat ranges abut."""
     shapes = {name: parameter.shape for name, parameter in Net().named_parameters()}
     full: dict[str, torch.Tensor] = {"model.scale": model.get_buffer("_fsdp_wrapped_module.scale")}
@@ -223,8 +221,7 @@ def test_replicas_are_spread_and_stored_once(
         for name, path in paths.items()
     }
     by_rank = {
-        r: sum(f.stat().st_size for f in Path(paths["ddp"]).glob(f"__{r}_*.distcp"))
-        for r in (0, 1)
+        r: sum(f.stat().st_size for f in Path(paths["ddp"]).glob(f"__{r}_*.distcp")) for r in (0, 1)
     }
 
     assert abs(sum(sizes["ddp"]) - sum(sizes["single"])) < 4096 * len(sizes["ddp"])

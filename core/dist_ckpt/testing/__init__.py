@@ -1,0 +1,11 @@
+"""Tools for tests of code that saves and loads: several ranks in one process.
+
+Here: ``ThreadWorld``. Not here: real processes (the library's own tests start those). Nothing in
+the library imports this package.
+"""
+
+from __future__ import annotations
+
+from dist_ckpt.testing.world import RankErrors, ThreadWorld
+
+__all__ = ["RankErrors", "ThreadWorld"]

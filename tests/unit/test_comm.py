@@ -1,0 +1,184 @@
+"""Exchanges between ranks: results, failures, absences, and keys that do not pile up."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch.distributed as dist
+
+from dist_ckpt import CheckpointingException, MismatchError
+from dist_ckpt._comm import SingleCommunicator, default_communicator
+from dist_ckpt._comm.failures import describe_failure, merged_error
+from dist_ckpt._comm.store import StoreCommunicator
+from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailedError
+from dist_ckpt.testing import RankErrors, ThreadWorld
+from dist_ckpt.types import Communicator
+
+
+def fail(error: Exception) -> object:
+    raise error
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_results(size: int) -> None:
+    """All three exchanges, many times over one store."""
+
+    def run(comm: Communicator) -> list[object]:
+        results: list[object] = []
+        for number in range(5):
+            results.append(comm.broadcast("b", lambda n=number: [n, comm.rank]))
+            results.append(comm.map_reduce("r", lambda: comm.rank, sum))
+            results.append(
+                comm.map_scatter("s", lambda: comm.rank, lambda values: [v * 10 for v in values])
+            )
+        return results
+
+    for rank, results in enumerate(ThreadWorld(size).run(run)):
+        expected = [[[n, 0], sum(range(size)), rank * 10] for n in range(5)]
+        assert results == [one for group in expected for one in group]
+
+
+def test_one_process() -> None:
+    """Calls go straight through, errors too."""
+    comm = SingleCommunicator()
+
+    assert comm.broadcast("x", lambda: 1) == 1
+    assert comm.map_reduce("x", lambda: 2, list) == [2]
+    assert comm.map_scatter("x", lambda: 3, list) == 3
+    with pytest.raises(ZeroDivisionError):
+        comm.broadcast("x", lambda: 1 / 0)
+    assert not dist.is_initialized()
+    assert isinstance(default_communicator(), SingleCommunicator)
+
+
+@pytest.mark.parametrize("where", ["local", "combine", "result", "value", "count"])
+def test_whatever_fails_fails_everywhere_at_once(where: str) -> None:
+    """The callbacks, and values that cannot travel; the next exchange works again."""
+    lock = threading.Lock()  # cannot be pickled
+
+    def run(comm: Communicator) -> str:
+        def local() -> object:
+            if where == "local" and comm.rank == 1:
+                raise KeyError("boom")
+            return lock if where == "value" else comm.rank
+
+        def combine(values: Sequence[object]) -> list[object]:
+            if where == "combine":
+                raise KeyError("boom")
+            if where == "count":
+                return [1]
+            return [lock if where == "result" else 1] * len(values)
+
+        try:
+            comm.map_scatter("step", local, combine)
+        except CheckpointingException as error:
+            assert comm.map_reduce("next", lambda: 1, sum) == 2
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
+
+    first, second = ThreadWorld(2, timeout_secs=5).run(run)
+
+    assert first == second
+    assert "step failed on rank" in first
+    assert ("boom" in first) == (where in ("local", "combine"))
+
+
+def test_errors_of_the_tree_keep_their_class() -> None:
+    """A handler for one process works for many; mixed failures become one of ranks."""
+    errors = ThreadWorld(2).errors(
+        lambda comm: comm.broadcast("open", lambda: fail(MismatchError("no", hint="do")))
+    )
+
+    for error in errors.values():
+        assert type(error) is MismatchError
+        assert str(error) == "open failed on rank 0. rank 0: no hint: do"
+        assert error.failures[0].kind == "mismatch"
+        assert "MismatchError" in error.failures[0].traceback
+
+
+def test_failures_of_many_ranks_are_told_shortly() -> None:
+    """Equal messages are told once, with the ranks."""
+    failures = {rank: describe_failure(OSError(5, "io")) for rank in range(40)}
+
+    error = merged_error("write", failures, None)
+
+    assert isinstance(error, RankFailedError)
+    assert "and 24 more" in str(error)
+    assert str(error).count("OSError") == 1
+    copy = pickle.loads(pickle.dumps(error))
+    assert copy.failures.keys() == failures.keys()
+
+
+def test_absence_and_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who does not come is named by those who did; who is elsewhere too."""
+    monkeypatch.setattr("dist_ckpt._comm.store._GRACE_SECS", 0.3)
+    absent = ThreadWorld(3, timeout_secs=0.2).errors(
+        lambda comm: comm.broadcast("open", lambda: 1) if comm.rank != 1 else None
+    )
+    elsewhere = ThreadWorld(3).errors(
+        lambda comm: comm.broadcast(f"step {comm.rank // 2}", lambda: 1)
+    )
+
+    assert sorted(absent) == [0, 2]
+    for error in absent.values():
+        assert isinstance(error, BarrierTimeoutError)
+        assert isinstance(error, TimeoutError)
+        assert "open: ranks [1] of 3 did not arrive within 0.2 s (told by rank" in str(error)
+    assert sorted(elsewhere) == [0, 1, 2]
+    for error in elsewhere.values():
+        assert type(error) is CoordinationError
+        assert "rank 0 is in 'step 0', rank 2 is in 'step 1'" in str(error)
+
+
+def test_a_late_rank_hears_that_it_was_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not wait once more, and all are in step again."""
+    given_up = threading.Event()
+
+    def run(comm: StoreCommunicator) -> list[str]:
+        told = []
+        if comm.rank == 1:
+            assert given_up.wait(10)
+        try:
+            comm.broadcast("first", lambda: 1)
+        except BarrierTimeoutError as error:
+            told.append(str(error))
+        given_up.set()
+        told.append(comm.broadcast("second", lambda: "fine"))
+        return told
+
+    first, second = ThreadWorld(2, timeout_secs=0.5).run(run)  # type: ignore[arg-type]
+
+    assert first == second
+    assert first[-1] == "fine"
+
+
+def test_old_keys_are_removed() -> None:
+    """The store does not grow with the number of saves."""
+    stores: list[dist.Store] = []
+
+    def run(comm: StoreCommunicator) -> None:
+        stores.append(comm._store)
+        for _ in range(50):
+            comm.map_reduce("x", lambda: comm.rank, sum)
+
+    ThreadWorld(3).run(run)  # type: ignore[arg-type]
+
+    # Counters of the ranks, and what the last two exchanges left.
+    assert stores[0].num_keys() <= 3 + 2 * 2 * 2 + 4
+
+
+def test_the_thread_world_itself() -> None:
+    """It reports errors by rank, and names ranks that hang."""
+    with pytest.raises(
+        RankErrors, match=r"(?s)1 of 2 ranks raised.*rank 1.*ValueError: x"
+    ) as caught:
+        ThreadWorld(2).run(lambda comm: fail(ValueError("x")) if comm.rank else None)
+    assert set(caught.value.errors) == {1}
+
+    release = threading.Event()
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not end"):
+        ThreadWorld(2, deadline_secs=0.2).run(lambda comm: comm.rank and release.wait(30))
+    release.set()

@@ -1,0 +1,178 @@
+"""Attempts: made beside the target, published by one rename, or gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from dist_ckpt import StorageError
+from dist_ckpt._engine import commit
+from dist_ckpt._engine.commit import Attempt, attempt_prefix, locate, remove_tree
+
+
+def filled(attempt: Attempt, text: str) -> Attempt:
+    (attempt.directory / "f").write_text(text)
+    return attempt
+
+
+@pytest.fixture(params=["exchange", "two renames"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "two renames":
+
+        def refused(a: Path, b: Path) -> None:
+            raise OSError(errno.EINVAL, "no exchange")
+
+        monkeypatch.setattr(commit, "_exchange", refused)
+    return str(request.param)
+
+
+def test_publish_and_replace(tmp_path: Path) -> None:
+    """The new one is there, of the old one nothing; what the user put there stays."""
+    target = tmp_path / "deep" / "er" / "c"
+    filled(Attempt.begin(target, None), "1").publish(old_files=())
+    (target / "mine").write_text("x")
+
+    filled(Attempt.begin(target, None), "2").publish(old_files={"f"})
+
+    assert (target / "f").read_text() == "2"
+    assert (target / "mine").read_text() == "x"
+    assert [entry.name for entry in target.parent.iterdir()] == ["c"]
+
+
+def test_attempts_have_names_of_their_own(tmp_path: Path) -> None:
+    """Frameworks list these directories and parse names: none begins like a checkpoint's."""
+    first, second = (Attempt.begin(tmp_path / "step=1.ckpt", None) for _ in range(2))
+
+    assert first.directory != second.directory
+    assert first.checkpoint_id != second.checkpoint_id
+    assert first.directory.parent == tmp_path
+    assert first.directory.name.startswith(".dist-ckpt-")
+    assert "step" not in first.directory.name
+    first.abort()
+    second.abort()
+    assert list(tmp_path.iterdir()) == []
+    long = Attempt.begin(tmp_path / ("k" * 255), None)
+    filled(long, "1").publish(old_files=())
+    assert (tmp_path / ("k" * 255) / "f").read_text() == "1"
+
+
+def test_staging_elsewhere(tmp_path: Path) -> None:
+    """Made in another directory of the same file system."""
+    attempt = Attempt.begin(tmp_path / "c", tmp_path / "staging")
+
+    assert attempt.directory.parent == tmp_path / "staging"
+    filled(attempt, "1").publish(old_files=())
+    assert (tmp_path / "c" / "f").read_text() == "1"
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+def test_a_failed_sync_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rename was there already: the old one comes back, and the attempt can be removed."""
+    target = tmp_path / "c"
+    original = commit.fsync_directory
+
+    def fails(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, "sync")
+        original(path)
+
+    for text in (None, "1"):
+        if text:
+            filled(Attempt.begin(target, None), text).publish(old_files=())
+        attempt = filled(Attempt.begin(target, None), "2")
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "fsync_directory", fails)
+            with pytest.raises(StorageError, match="EIO"):
+                attempt.publish(old_files=())
+        attempt.abort()
+
+        assert target.exists() == (text is not None)
+        assert [entry.name for entry in tmp_path.iterdir()] == (["c"] if text else [])
+    assert (target / "f").read_text() == "1"
+
+
+def test_what_stands_aside_is_found_and_put_back(tmp_path: Path) -> None:
+    """After a crash between two renames, readers look aside and the next save puts it back."""
+    target = tmp_path / "c"
+    aside = tmp_path / f"{attempt_prefix(target)}0123.previous"
+    aside.mkdir()
+    (aside / "f").write_text("1")
+
+    assert locate(target) == aside
+    attempt = Attempt.begin(target, None)
+    assert locate(target) == target
+    assert (target / "f").read_text() == "1"
+    attempt.abort()
+    assert locate(tmp_path / "other") == tmp_path / "other"
+    assert locate(tmp_path / "no" / "where") == tmp_path / "no" / "where"
+
+
+def test_what_stands_aside_is_swept_by_a_commit(tmp_path: Path) -> None:
+    """A crash behind the second rename left it: it is older than the target and must not return."""
+    target = tmp_path / "c"
+    filled(Attempt.begin(target, None), "1").publish(old_files=())
+    (tmp_path / f"{attempt_prefix(target)}0123.previous").mkdir()
+
+    filled(Attempt.begin(target, None), "2").publish(old_files=("f",))
+
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_vanishes_while_one_looks_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer may put the old one back between a reader's two looks."""
+    target = tmp_path / "c"
+    gone = tmp_path / f"{attempt_prefix(target)}0123.previous"
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([gone]))
+
+    assert locate(target) == gone
+
+
+def test_removing(tmp_path: Path) -> None:
+    """A tree, a file, a link (not what it points to), nothing."""
+    (tmp_path / "tree" / "a").mkdir(parents=True)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "link").symlink_to("kept")
+
+    for name in ("tree", "file", "link", "nothing"):
+        remove_tree(tmp_path / name)
+
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
+
+
+def test_users_files_are_kept_in_any_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders and links too; copied where linking is not possible."""
+    target = tmp_path / "c"
+    filled(Attempt.begin(target, None), "1").publish(old_files=())
+    (target / "folder").mkdir()
+    (target / "folder" / "x").write_text("x")
+    (target / "link").symlink_to("folder/x")
+
+    def refused(source: str, destination: str) -> None:
+        raise OSError(errno.EPERM, "no links")
+
+    monkeypatch.setattr(os, "link", refused)
+    filled(Attempt.begin(target, None), "2").publish(old_files={"f"})
+
+    assert (target / "f").read_text() == "2"
+    assert (target / "link").is_symlink()
+    assert (target / "link").read_text() == "x"
+
+
+def test_a_relative_target_is_where_it_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changing the directory between planning and commit moves nothing."""
+    monkeypatch.chdir(tmp_path)
+    attempt = filled(Attempt.begin(Path("c"), None), "1")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    attempt.publish(old_files=())
+
+    assert (tmp_path / "c" / "f").read_text() == "1"

@@ -1,0 +1,119 @@
+"""A state dict taken apart and put together: positions survive, nothing lent is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dist_ckpt import (
+    InvalidShardingError,
+    LocalNonpersistentObject,
+    MismatchError,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+from dist_ckpt._state import leaf_path, merge_after_load, split_for_load, split_for_save
+
+HOLE = {"__sharded__": True}
+
+
+def tensor(key: str) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, torch.ones(1))
+
+
+def merged(request: Any, common: Any, *, without: tuple[str, ...] = ()) -> Any:
+    """Load with each tensor replaced by its key."""
+    parts = split_for_load(request)
+    tensors = {id(t): t.key for t in parts.tensors if t.key not in without}
+    return merge_after_load(parts, common, tensors, {id(o): o.key for o in parts.objects})
+
+
+def test_a_save_in_parts() -> None:
+    """Common values keep their places, sharded leaves their order."""
+    state = {
+        "a": tensor("a"), "b": {"c": 1, "d": tensor("d")}, "l": [tensor("l"), 2, [3, tensor("m")]],
+        "s": [tensor("s0"), tensor("s1")], "o": ShardedObject("o", 1, (1,), (0,)),
+        "n": LocalNonpersistentObject(1), "e": [],
+    }  # fmt: skip
+
+    parts = split_for_save(state)
+
+    assert parts.common == {"b": {"c": 1}, "l": [HOLE, 2, [3, HOLE]], "e": []}
+    assert [t.key for t in parts.tensors] == ["a", "d", "l", "m", "s0", "s1"]
+    assert [o.key for o in parts.objects] == ["o"]
+
+
+def test_factories_are_built_in_a_copy() -> None:
+    """The caller's factory stays where it is; its parts are merged in its place."""
+    factory = ShardedTensorFactory(
+        "f",
+        torch.ones(1),
+        lambda key, *_: {"x": tensor(key)},
+        lambda loaded: ("merged", loaded["x"]),
+    )  # type: ignore[arg-type, return-value]
+    state = {"f": factory, "l": [0, factory]}
+
+    assert [t.key for t in split_for_save(state).tensors] == ["f", "f"]
+    assert state == {"f": factory, "l": [0, factory]}
+    assert merged(state, {"l": [7, HOLE]}) == {"f": ("merged", "f"), "l": [7, ("merged", "f")]}
+
+
+@pytest.mark.parametrize(
+    ("request_", "common", "expected"),
+    [
+        ({"a": tensor("a")}, {"b": 1}, {"a": "a", "b": 1}),
+        ({"d": {"x": tensor("x")}}, {"d": {"y": 2}}, {"d": {"x": "x", "y": 2}}),
+        ({"d": {"x": tensor("x")}}, {"d": 5}, {"d": {"x": "x"}}),
+        ({"l": [0, tensor("x")]}, {"l": [9, HOLE]}, {"l": [9, "x"]}),
+        ({"l": [tensor("x"), tensor("y")]}, {}, {"l": ["x", "y"]}),
+        ({"l": [tensor("x")]}, {"l": []}, {"l": ["x"]}),
+        ({"l": [0, 0]}, {"l": [1, 2, 3]}, {"l": [1, 2, 3]}),
+        ({"l": []}, {"l": [1, HOLE]}, {"l": [1, None]}),
+        ({"l": []}, {}, {"l": []}),
+        ({"v": 1, "d": {"v": 1}}, {}, {"d": {}}),
+        ({"v": 1}, {"v": 2}, {"v": 2}),
+        ({"n": LocalNonpersistentObject([1])}, {"n": 3}, {"n": [1]}),
+        ({1: tensor("x")}, {1: {"a": 1}, "1": 2}, {1: "x", "1": 2}),
+    ],
+    ids=range(13),
+)
+def test_a_load_put_together(request_: Any, common: Any, expected: Any) -> None:
+    """Sharded leaves of the request in the common part of the checkpoint."""
+    assert merged(request_, common) == expected
+
+
+def test_leaves_that_were_not_found() -> None:
+    """They are left out of dicts, and None keeps their place in lists; no mark is seen."""
+    request = {"a": tensor("a"), "b": tensor("b"), "l": [tensor("c"), 1, tensor("d")]}
+
+    loaded = merged(request, {"l": [HOLE, 5, HOLE]}, without=("b", "d"))
+
+    assert loaded == {"a": "a", "l": ["c", 5, None]}
+
+
+def test_lists_must_agree_where_positions_count() -> None:
+    """The path and both lengths are told."""
+    with pytest.raises(MismatchError, match=r"'a.l': 1 elements are expected, 2 are stored"):
+        merged({"a": {"l": [tensor("x")]}}, {"a": {"l": [1, HOLE]}})
+
+
+@pytest.mark.parametrize("split", [split_for_save, split_for_load])
+def test_what_cannot_be_split(split: Any) -> None:
+    """Sharded leaves in tuples and sets, and things that are no dict."""
+    with pytest.raises(InvalidShardingError, match=r"at t.1, u.0.a.0;"):
+        split(
+            {"t": (1, tensor("x")), "u": [{"a": (LocalNonpersistentObject(1),)}]} | {"ok": (1, 2)}
+        )
+    with pytest.raises(InvalidShardingError, match="is a dict, found list"):
+        split([tensor("x")])
+
+
+def test_paths_of_leaves() -> None:
+    """For messages."""
+    x = tensor("x")
+
+    assert leaf_path({"a": [0, {"b": x}]}, x) == "a.1.b"
+    assert leaf_path({}, x) == "?"
