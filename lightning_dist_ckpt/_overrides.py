@@ -27,6 +27,7 @@ from lightning_dist_ckpt._document import (
     DIRECT,
     EXTRA,
     FRAMEWORK,
+    ModelValues,
     common_of,
     lightning_dict,
     model_values,
@@ -154,8 +155,24 @@ class _Overrides:
         """Save with all ranks. Collective."""
         binding: Binding = self.dist_ckpt_binding
         target = checked_target(self.broadcast(str(filepath)), storage_options)
-        # Made within the save's first exchange: what this raises on one rank is raised on all.
-        state = functools.partial(_training_state, self, checkpoint)
+        # What hooks did, often on rank 0 only; what this raises on one rank is raised on all.
+        comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
+        edits = functools.cache(lambda: _edits(self, checkpoint))
+        first = comm.map_reduce(
+            f"preparing the save to {target}",
+            lambda: edits().summary,
+            lambda summaries: summaries[0],
+        )
+        # Ranks that hold all of the state are replicas: as in Lightning, rank 0's dict is stored.
+        by_rank_0 = not self.restore_checkpoint_after_setup
+        state = functools.partial(
+            _training_state,
+            self,
+            checkpoint,
+            edits(),
+            first if by_rank_0 else edits().summary,
+            only_rank_0=by_rank_0,
+        )
         save_training_state(target, state, options=binding.io.save_options(target))
 
     def remove_checkpoint(self: Any, filepath: PathLike) -> None:
@@ -240,9 +257,25 @@ class _Overrides:
                 return
 
 
-def _training_state(strategy: Any, checkpoint: Mapping[str, Any]) -> TrainingState:
-    model = strategy.model
-    values = model_values(checkpoint["state_dict"], model_layout(model))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edits:
+    """What hooks left in this rank's dict.
+
+    Attributes:
+        values: Of the model.
+        has_optimizers: Whether optimizers are to be stored.
+    """
+
+    values: ModelValues
+    has_optimizers: bool
+
+    @property
+    def summary(self) -> tuple[bool, bool]:
+        """Whether there are tensors in place of the model's own, and whether optimizers."""
+        return self.values.tensors is not None, self.has_optimizers
+
+
+def _edits(strategy: Any, checkpoint: Mapping[str, Any]) -> _Edits:
     states = checkpoint.get("optimizer_states") or []
     if states and not _are_live(states, strategy.optimizers):
         raise ConfigError(
@@ -250,13 +283,37 @@ def _training_state(strategy: Any, checkpoint: Mapping[str, Any]) -> TrainingSta
             "stored from the live objects.",
             hint="leave the list alone, or empty it to store no optimizer.",
         )
+    return _Edits(
+        values=model_values(checkpoint["state_dict"], model_layout(strategy.model)),
+        # Where a module configures none, Lightning has a stand-in without groups.
+        has_optimizers=any(one.param_groups for one in strategy.optimizers) and bool(states),
+    )
+
+
+def _training_state(
+    strategy: Any,
+    checkpoint: Mapping[str, Any],
+    edits: _Edits,
+    agreed: tuple[bool, bool],
+    *,
+    only_rank_0: bool,
+) -> TrainingState:
+    is_edited, has_optimizers = agreed
+    tensors = edits.values.tensors
+    if only_rank_0 and is_edited and not strategy.is_global_zero:
+        tensors = {}
     return TrainingState(
-        models=[model],
-        optimizers=strategy.optimizers if states else [],
-        common=common_of(checkpoint, values.extra)
-        | ({"no_optimizers": True} if "optimizer_states" in checkpoint and not states else {}),
+        models=[strategy.model],
+        optimizers=strategy.optimizers if has_optimizers else [],
+        common=common_of(checkpoint, edits.values.extra)
+        | (
+            {"no_optimizers": True}
+            if "optimizer_states" in checkpoint and not has_optimizers
+            else {}
+        ),
         framework=FRAMEWORK,
-        model_values={} if values.tensors is None else {0: values.tensors},
+        replicas="differ" if only_rank_0 and is_edited else None,
+        model_values={0: tensors} if is_edited and tensors is not None else {},
     )
 
 

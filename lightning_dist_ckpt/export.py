@@ -116,6 +116,8 @@ def whole_checkpoint(path: Path, options: LoadOptions, *, optimizers: bool = Tru
     whole["state_dict"] = view.full_model(0) | whole.pop(EXTRA, {})
     if optimizers and view.num_optimizers:
         whole["optimizer_states"] = _optimizer_states(path, options)
+    elif optimizers and common.get("no_optimizers"):
+        whole["optimizer_states"] = []  # Lightning takes a dict without it for weights only
     if "lightning" not in common and "schedulers" in common:
         whole["lr_schedulers"] = list(common["schedulers"])
     return whole

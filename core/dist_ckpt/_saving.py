@@ -135,6 +135,9 @@ def _plan(
 
 
 def _check_target(target: Path, options: SaveOptions) -> None:
+    known = target.is_symlink() or target.is_file() or target.is_dir()
+    if not known and target.exists():  # /dev/null, say: never to be exchanged for a directory
+        raise StorageError(f"{target} is a device, pipe or socket.", hint="choose another path.")
     if options.replace == "any":
         return
     if target.is_symlink() or target.is_file():

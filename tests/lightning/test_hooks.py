@@ -19,7 +19,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.training_state import (
     CheckpointView,
 )
-from lightning_dist_ckpt import DistCkptIO
+from lightning_dist_ckpt import DistCkptIO, export_to_file
 from tests.lightning._training import (
     Tiny,
     differences,
@@ -254,3 +254,21 @@ def test_several_optimizers(run: Path, tmp_path: Path) -> None:
         make_trainer("single", tmp_path).fit(
             TwoOptimizers(), loader(), ckpt_path=run / "step=3.ckpt"
         )
+
+
+class WithoutOptimizer(Tiny):
+    """Trains nothing, as Lightning allows."""
+
+    def configure_optimizers(self) -> None:
+        pass
+
+
+def test_module_without_optimizers(tmp_path: Path) -> None:
+    """Its checkpoint resumes; also as one file, under Lightning alone."""
+    trainer = make_trainer("single", tmp_path, max_steps=3, callbacks=[every_3_steps(tmp_path)])
+    trainer.fit(WithoutOptimizer(), loader())
+    export_to_file(tmp_path / "step=3.ckpt", tmp_path / "file.ckpt")
+    for plugins, name in (([DistCkptIO()], "step=3.ckpt"), ([], "file.ckpt")):
+        again = make_trainer("single", tmp_path, max_steps=6, plugins=plugins)
+        again.fit(WithoutOptimizer(), loader(), ckpt_path=tmp_path / name)
+        assert again.global_step == 6

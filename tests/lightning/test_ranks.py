@@ -254,3 +254,30 @@ def count(rank: int, world_size: int, root: str) -> tuple[int, bool]:
 def test_states_of_metrics(tmp_path: Path) -> None:
     """They are stored and loaded; a checkpoint with names the model lacks is not read as a whole."""
     assert run_ranks(count, 2, str(tmp_path)) == [(7, True)] * 2
+
+
+class EditedOnRank0(Tiny):
+    """Its hook does something on rank 0 only, as is usual under DDP."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.is_global_zero:
+            state = checkpoint["state_dict"]
+            del state["net.norm.bias"]
+            state["net.up.weight"] = torch.full_like(state["net.up.weight"], 7)
+            state["more"] = torch.ones(2)
+            checkpoint["optimizer_states"] = []
+
+
+def save_edited(rank: int, world_size: int, root: str) -> None:
+    trainer = make_trainer("ddp", root, max_steps=3, callbacks=[every_3_steps(root)])
+    trainer.fit(EditedOnRank0(), loader("ddp"))
+
+
+def test_hook_on_rank_0_decides_under_ddp(tmp_path: Path) -> None:
+    """Ranks are replicas: what rank 0 leaves in the dict is stored, all of it and nothing else."""
+    run_ranks(save_edited, 2, str(tmp_path))
+    found = stored(tmp_path / "step=3.ckpt")
+    assert torch.equal(found["models.0.net.up.weight"], torch.full((10, 5), 7.0))
+    assert torch.equal(found["models.0.more"], torch.ones(2))
+    assert "models.0.net.norm.bias" not in found
+    assert not [key for key in found if key.startswith("optimizers.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import warnings
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -660,6 +661,10 @@ def test_other_peoples_directories_are_not_replaced(tmp_path: Path) -> None:
     for name in ("file", "other", "link"):
         with pytest.raises(StorageError):
             save(state, tmp_path / name)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match="device, pipe or socket"):
+        save(state, tmp_path / "pipe", options=SaveOptions(replace="any"))
+    assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "other" / "precious").read_text() == "x"
     save(state, tmp_path / "other", options=SaveOptions(replace="any"))
     assert (tmp_path / "other" / "precious").read_text() == "x"
