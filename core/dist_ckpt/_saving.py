@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from dist_ckpt.types import Communicator, ShardedStateDict
 
 __all__ = ["run_save"]
+
+_REPLACEABLE = (stat.S_ISDIR, stat.S_ISREG, stat.S_ISLNK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +138,17 @@ def _plan(
 
 
 def _check_target(target: Path, options: SaveOptions) -> None:
-    known = target.is_symlink() or target.is_file() or target.is_dir()
-    if not known and target.exists():  # /dev/null, say: never to be exchanged for a directory
-        raise StorageError(f"{target} is a device, pipe or socket.", hint="choose another path.")
-    if options.replace == "any":
-        return
-    if target.is_symlink() or target.is_file():
-        raise StorageError(f"{target} is a file or a link, not a checkpoint directory.")
     with storage_errors("look at", target):
+        mode = target.lstat().st_mode if os.path.lexists(target) else None
+        if mode is not None and not any(kind(mode) for kind in _REPLACEABLE):
+            raise StorageError(
+                f"{target} is a device, pipe or socket, which is never replaced.",
+                hint="choose another path.",
+            )
+        if options.replace == "any":
+            return
+        if mode is not None and not stat.S_ISDIR(mode):
+            raise StorageError(f"{target} is a file or a link, not a checkpoint directory.")
         occupied = target.is_dir() and any(target.iterdir())
         if occupied and not files_of_checkpoint(target):
             raise StorageError(

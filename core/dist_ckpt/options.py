@@ -6,16 +6,15 @@ Here: two frozen option classes with their defaults. Not here: YAML and environm
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dist_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dist_ckpt._engine.commit import Replace
 
-__all__ = ["LoadOptions", "SaveOptions"]
+__all__ = ["LoadOptions", "SaveOptions", "checked_path", "path_to_tell"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +73,27 @@ def _check_positive(**values: float) -> None:
     wrong = [f"{name} must be positive, not {n!r}" for name, n in values.items() if not n > 0]
     if wrong:
         raise ConfigError(f"{'; '.join(wrong)}.")
+
+
+def checked_path(path: object) -> Path:
+    """Return ``path`` as a path; call it inside of an exchange, so that all ranks hear of it.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        found = Path(path)  # type: ignore[arg-type]  # just what is to be found out
+        found.as_posix().encode()
+    except (TypeError, UnicodeEncodeError) as error:
+        raise ConfigError(f"expected the path of a checkpoint, found {path!r}.") from error
+    if "\0" in str(found):
+        raise ConfigError(f"expected the path of a checkpoint, found {path!r}.")
+    return found
+
+
+def path_to_tell(path: object) -> Path:
+    """Return ``path`` as a path, for messages too when it is none; never raises."""
+    try:
+        return checked_path(path)
+    except ConfigError:
+        return Path(ascii(path))

@@ -24,7 +24,7 @@ from dist_ckpt._planning.describe import local_shards
 from dist_ckpt._saving import run_save
 from dist_ckpt.errors import UnknownStrategyError
 from dist_ckpt.mapping import ShardedTensor
-from dist_ckpt.options import LoadOptions, SaveOptions
+from dist_ckpt.options import LoadOptions, SaveOptions, checked_path, path_to_tell
 from dist_ckpt.validation import StrictHandling, StrictPolicy, check_sharding, parse_strict_flag
 
 if TYPE_CHECKING:
@@ -90,11 +90,12 @@ def save(
 
     def build() -> ShardedStateDict:
         _check_backend(sharded_strategy, common_strategy)
+        checked_path(checkpoint_dir)  # what is no path on one rank is told to all
         return sharded_state_dict
 
     run_save(
         build,
-        Path(checkpoint_dir),
+        path_to_tell(checkpoint_dir),
         comm,
         options,
         check_coverage=validate_access_integrity and options.verify_sharding,
@@ -145,9 +146,10 @@ def load(
 
     def check() -> None:
         _check_backend(sharded_strategy, common_strategy)
+        checked_path(checkpoint_dir)  # what is no path on one rank is told to all
         parse_strict_flag(strict)
 
-    contents = open_together(Path(checkpoint_dir), comm, check=check)
+    contents = open_together(path_to_tell(checkpoint_dir), comm, check=check)
     policy = StrictPolicy.of(parse_strict_flag(strict))
     result = run_load(
         lambda: sharded_state_dict,

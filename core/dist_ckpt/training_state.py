@@ -41,10 +41,10 @@ from dist_ckpt.derive import (
     sharded_model_state,
     sharded_optimizer_state,
 )
-from dist_ckpt.derive.values import sharded_values
+from dist_ckpt.derive.values import fill_shared, sharded_values
 from dist_ckpt.errors import CheckpointNotFoundError, MismatchError
 from dist_ckpt.mapping import ShardedObject
-from dist_ckpt.options import LoadOptions, SaveOptions
+from dist_ckpt.options import LoadOptions, SaveOptions, checked_path, path_to_tell
 from dist_ckpt.validation import StrictPolicy, shortened
 
 if TYPE_CHECKING:
@@ -113,8 +113,12 @@ def save_training_state(
     """
     options = options or SaveOptions()
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
-    build = functools.partial(_tree, state, comm)
-    target = Path(checkpoint_dir)
+
+    def build() -> ShardedStateDict:
+        checked_path(checkpoint_dir)  # what is no path on one rank is told to all
+        return _tree(state, comm)
+
+    target = path_to_tell(checkpoint_dir)
     run_save(build, target, comm, options, check_coverage=options.verify_sharding)
 
 
@@ -198,7 +202,9 @@ class CheckpointView:
         """
         options = options or LoadOptions()
         comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
-        contents = open_together(Path(checkpoint_dir), comm)
+        contents = open_together(
+            path_to_tell(checkpoint_dir), comm, check=lambda: checked_path(checkpoint_dir)
+        )
         read = functools.cache(lambda: read_common(contents, options))
         comm.map_reduce(f"reading {checkpoint_dir}", lambda: read() is None, lambda _: None)
         common = read()
@@ -251,7 +257,7 @@ class CheckpointView:
         """
         prefix = f"models.{i}."
         self._align(i, model)
-        run_load(
+        result = run_load(
             lambda: {"models": {str(i): self._model_request(i, model)}},
             self._contents,
             self._comm,
@@ -259,6 +265,11 @@ class CheckpointView:
             StrictPolicy(reaction="raise" if strict else "ignore", check_missing=False),
             check_coverage=False,
             common={},
+        )
+        self._comm.map_reduce(
+            f"filling model {i}",
+            lambda: fill_shared(model_layout(model), result.state_dict["models"][str(i)]),
+            lambda _: None,
         )
         if strict:
             self._check_all_taken(i, model, prefix)

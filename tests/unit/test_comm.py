@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import pickle
+import signal
 import threading
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from dist_ckpt import CheckpointingException, MismatchError
+from dist_ckpt import (
+    CheckpointingException,
+    MismatchError,
+    ShardedTensor,
+    load_plain_tensors,
+    save,
+)
 from dist_ckpt._comm import SingleCommunicator, default_communicator
 from dist_ckpt._comm.failures import describe_failure, merged_error
 from dist_ckpt._comm.store import StoreCommunicator
@@ -182,3 +192,47 @@ def test_the_thread_world_itself() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2 did not end"):
         ThreadWorld(2, deadline_secs=0.2).run(lambda comm: comm.rank and release.wait(30))
     release.set()
+
+
+def test_an_interrupt_of_rank_0_is_told_at_once() -> None:
+    """Ctrl-C while rank 0 waits: it raises without waiting on, and the others hear why."""
+    store = dist.HashStore()
+    zero, one = (
+        StoreCommunicator(store, rank=rank, size=2, timeout_secs=60.0) for rank in range(2)
+    )
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            zero.map_reduce("step", lambda: 0, sum)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+    with pytest.raises(RankFailedError, match="rank 0: KeyboardInterrupt"):
+        one.map_reduce("step", lambda: 1, sum)
+
+
+def test_a_wrong_path_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    """And the ranks are in step afterwards: the next save works."""
+    state = {"x": ShardedTensor.from_rank_offsets("x", torch.ones(2))}
+
+    def run(comm: Communicator) -> list[str]:
+        told = []
+        shards = state if comm.rank == 0 else {}
+        for path in (tmp_path / "a", None):
+            mine: Any = path if comm.rank else tmp_path / "a"
+            try:
+                save(shards, mine, communicator=comm)
+            except CheckpointingException as error:
+                told.append(str(error))
+        save(shards, tmp_path / "b", communicator=comm)
+        return told
+
+    for told in ThreadWorld(2, timeout_secs=10).run(run):
+        assert len(told) == 1
+        assert "None" in told[0]
+    assert load_plain_tensors(tmp_path / "b")["x"].tolist() == [1, 1]

@@ -98,6 +98,8 @@ DAMAGES = {
     "no such file": lambda _, x: x["chunks"][0].__setitem__(2, 1),
     "negative file": lambda _, x: x["chunks"][0].__setitem__(2, -1),
     "too many chunks": lambda _, x: x.update(chunks=x["chunks"] * 3),
+    "huge shape": lambda _, x: x.update(shape=[1 << 63, 0], chunks=[]),
+    "object of floats": lambda _, x: x.update(role="object"),
     "short chunk": lambda _, x: x["chunks"][0].pop(),
 }
 

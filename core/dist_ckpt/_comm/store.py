@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._comm.failures import describe_failure, merged_error
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
     from dist_ckpt.types import R, T
 
 __all__ = ["StoreCommunicator"]
+
+_SHORTEST_NAP_SECS, _LONGEST_NAP_SECS = 0.0005, 0.25
+"""Between two looks into the store; a nap lasts 5 % of what was waited for before."""
 
 _GRACE_SECS = 30.0
 """How much longer the others wait than rank 0, so that its verdict reaches them first."""
@@ -93,12 +95,16 @@ class StoreCommunicator:
             raise
         failure = None if error is None else describe_failure(error)
         if self._rank == 0:
-            found = self._collect(phase, number, value, failure)
-            if isinstance(found, list):
-                verdict, combine_error = _combined(found, combine)
-                error = error or combine_error
-            else:
-                verdict = found
+            try:
+                found = self._collect(phase, number, value, failure)
+                if isinstance(found, list):
+                    verdict, combine_error = _combined(found, combine)
+                    error = error or combine_error
+                else:
+                    verdict = found
+            except BaseException as interrupt:
+                self._report_interrupt(phase, number, describe_failure(interrupt))
+                raise
             verdict, pack_error = self._publish_any(number, verdict, scatter=scatter)
             error = error or pack_error
         else:
@@ -199,18 +205,21 @@ class StoreCommunicator:
         from torch.distributed import DistError  # noqa: PLC0415 - keeps this module light
 
         name = f"{self._name}/{key}"
+        started = time.monotonic()
         try:
-            if timeout_secs > 0:
-                self._store.wait([name], timedelta(seconds=timeout_secs))
-            return bool(self._store.check([name]))
+            # Asked for again and again: a store that blocks would not let Python see Ctrl-C or
+            # SIGTERM, and complains of each time-out on its own.
+            while not self._store.check([name]):
+                waited = time.monotonic() - started
+                if waited >= timeout_secs:
+                    return False
+                time.sleep(min(max(0.05 * waited, _SHORTEST_NAP_SECS), _LONGEST_NAP_SECS))
         except DistError as error:
-            try:
-                return bool(self._store.check([name]))
-            except DistError:
-                raise CoordinationError(
-                    f"the store through which ranks meet is gone (seen by rank {self._rank}): "
-                    f"{error}. hint: the process that hosts it, usually rank 0, has died."
-                ) from error
+            raise CoordinationError(
+                f"the store through which ranks meet is gone (seen by rank {self._rank}): "
+                f"{error}. hint: the process that hosts it, usually rank 0, has died."
+            ) from error
+        return True
 
     def _set(self, key: str, value: object) -> None:
         try:

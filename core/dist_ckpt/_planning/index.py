@@ -111,6 +111,8 @@ def _tensor_from_json(
 ) -> StoredTensor:
     shape = _int_tuple(entry["shape"])
     itemsize = dtype_from_name(entry["dtype"]).itemsize
+    if entry["role"] == "object" and entry["dtype"] != "uint8":
+        raise ValueError(f"{key!r}: an object is stored as uint8, not {entry['dtype']}")
     if entry["role"] not in ("tensor", "object", "part"):
         raise ValueError(f"{key!r}: unknown role {entry['role']!r}")
     chunks = []
@@ -131,6 +133,6 @@ def _tensor_from_json(
 
 def _int_tuple(values: Any) -> tuple[int, ...]:
     result = tuple(values)
-    if not all(type(n) is int and n >= 0 for n in result):
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in result):
         raise ValueError(f"expected sizes, found {values!r}")
     return result

@@ -1,6 +1,7 @@
 """Tensors given by name in place of a model's own: an average of weights, an edited state dict.
 
-Here: their sharding, from what they are or from the parameter of that name. Not here: the model's
+Here: their sharding, from what they are or from the parameter of that name; and the way back for
+tensors that cannot be read in place. Not here: the model's
 own tensors (``derive.model``). Called on every rank, locally.
 """
 
@@ -15,9 +16,11 @@ from torch.distributed.tensor import DTensor
 from dist_ckpt.derive.ddp import replicated_layout
 from dist_ckpt.derive.dtensor import dtensor_layout, local_of
 from dist_ckpt.derive.layout import ModelLayout
+from dist_ckpt.dict_utils import diff
+from dist_ckpt.errors import MismatchError
 from dist_ckpt.types import ShardedStateDict
 
-__all__ = ["sharded_values"]
+__all__ = ["fill_shared", "sharded_values"]
 
 
 def sharded_values(
@@ -37,6 +40,29 @@ def sharded_values(
             continue
         tree[name] = _described(f"{prefix}{name}", value, layout, name)
     return tree
+
+
+def fill_shared(layout: ModelLayout, loaded: Mapping[str, Any]) -> None:
+    """Fill tensors whose elements share memory (``expand``): they were read aside, not in place.
+
+    Args:
+        layout: The model.
+        loaded: What was read, by name; tensors that were filled in place are passed over.
+
+    Raises:
+        MismatchError: Elements that share memory in the model differ in the checkpoint.
+    """
+    for name, item in layout.tensors.items():
+        value, local = loaded.get(name), item.local
+        if not isinstance(value, torch.Tensor) or value.data_ptr() == local.data_ptr():
+            continue
+        shared = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in local.stride())
+        with torch.no_grad():
+            local[shared].copy_(value[shared])
+        if any(diff({name: local}, {name: value})):
+            raise MismatchError(
+                f"{name!r}: elements that differ in the checkpoint share memory in the model."
+            )
 
 
 def _described(key: str, value: Any, layout: ModelLayout, name: str) -> Any:
