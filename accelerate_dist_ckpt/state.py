@@ -36,8 +36,9 @@ def common_state(accelerator: Accelerator, job: Job) -> StateDict:
     scaler = accelerator.scaler
     return {
         "schedulers": [scheduler.state_dict() for scheduler in job.schedulers],
-        "step": accelerator.step,
+        "step": _optimizer_steps(accelerator, job),
         FRAMEWORK: {
+            "step": accelerator.step,
             "save_iteration": accelerator.save_iteration,
             "scaler": None if scaler is None else scaler.state_dict(),
             # A tuple is stored as it is, with whatever classes of dicts and lists are in it.
@@ -46,6 +47,20 @@ def common_state(accelerator: Accelerator, job: Job) -> StateDict:
             "seed": rng.fresh_seed(),
         },
     }
+
+
+def _optimizer_steps(accelerator: Accelerator, job: Job) -> int:
+    """Return how many steps the optimizers made, which Accelerate itself does not count.
+
+    ``accelerator.step`` counts batches within ``accumulate`` only, and begins anew each epoch.
+    """
+    counts = [
+        max(
+            (int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0
+        )
+        for optimizer in job.optimizers
+    ]
+    return sum(counts) or accelerator.step // accelerator.gradient_accumulation_steps
 
 
 def rank_state(accelerator: Accelerator, job: Job) -> StateDict:
@@ -93,7 +108,7 @@ def restore_own(
         accelerator.scaler.load_state_dict(own["scaler"])
     elif accelerator.scaler is not None and rank == 0:
         warnings.warn("The checkpoint has no gradient scaler: it starts afresh.", stacklevel=5)
-    accelerator.step = view.common["step"]
+    accelerator.step = own.get("step", view.common["step"])
     config = accelerator.project_configuration
     config.iteration = max(config.iteration, own["save_iteration"] + 1)
     _restore_dataloaders(

@@ -7,6 +7,7 @@ exchanges in all; reading itself waits for nobody.
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,7 @@ class _Request:
 
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointContents:
     """Recognise and index a checkpoint. Not collective."""
+    checkpoint_dir = Path(os.path.abspath(checkpoint_dir))  # noqa: PTH100 - resolve() follows links
     found = locate(checkpoint_dir)
     try:
         return open_contents(found)

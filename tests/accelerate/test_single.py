@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate_dist_ckpt import DistCkptIO
+from dist_ckpt import load_common_state_dict
 from dist_ckpt.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
@@ -445,3 +447,18 @@ def test_a_checkpoint_of_lightning_loads(tmp_path: Path) -> None:
     (warning,) = caught
     assert "written by lightning" in str(warning.message)
     assert "random state, dataloaders, custom objects start afresh" in str(warning.message)
+
+
+def test_shared_step_counts_optimizer_steps(tmp_path: Path) -> None:
+    """Lightning resumes at the number of optimizer steps, whatever Accelerate itself counts."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_checkpoint_io(DistCkptIO())
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+
+    accelerator.save_state(tmp_path / "c")
+
+    assert load_common_state_dict(tmp_path / "c")["common"]["step"] == 3

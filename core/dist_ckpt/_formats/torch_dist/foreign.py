@@ -43,7 +43,13 @@ def foreign_common(contents: CheckpointContents, *, allow_pickle: bool) -> State
     for key, stored in contents.objects.items():
         if _OBJECT_MARK not in key:
             value = read_foreign_object(contents.directory, key, stored, allow_pickle=allow_pickle)
-            _place(common, contents.paths.get(key, (key,)), value)
+            try:
+                _place(common, contents.paths.get(key, (key,)), value)
+            except (AttributeError, TypeError, ValueError, IndexError) as error:
+                raise CorruptedCheckpointError(
+                    f"{contents.directory}: the path of {key!r} does not fit those of other keys "
+                    f"({error})."
+                ) from error
     return common
 
 

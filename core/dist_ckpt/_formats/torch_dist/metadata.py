@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import PosixPath, WindowsPath
@@ -107,6 +108,7 @@ def decode_metadata(data: bytes, *, where: str, sizes: Mapping[str, int]) -> For
         CorruptedCheckpointError: It is no metadata, or points outside of the checkpoint.
     """
     try:
+        _check_memo(data)
         metadata = _MetadataUnpickler(io.BytesIO(data), where).load()
         if not isinstance(metadata, dcp.Metadata):
             raise TypeError(f"expected Metadata, found {type(metadata).__name__}")
@@ -118,6 +120,18 @@ def decode_metadata(data: bytes, *, where: str, sizes: Mapping[str, int]) -> For
             f"{where}: not the metadata of a distributed checkpoint "
             f"({type(error).__name__}: {error})."
         ) from error
+
+
+def _check_memo(data: bytes) -> None:
+    """Raise if the pickle puts at a memo index that its length cannot have reached.
+
+    The C unpickler keeps an array as long as the highest index: five bytes could take 64 GiB.
+    """
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name not in {"PUT", "BINPUT", "LONG_BINPUT"}:
+            continue
+        if not isinstance(argument, int) or not 0 <= argument <= len(data):
+            raise ValueError(f"memo index {argument} in a pickle of {len(data)} bytes")
 
 
 def _foreign(metadata: dcp.Metadata, sizes: Mapping[str, int]) -> ForeignCheckpoint:
@@ -139,7 +153,9 @@ def _foreign(metadata: dcp.Metadata, sizes: Mapping[str, int]) -> ForeignCheckpo
                 chunks.append(StoredChunk(box, *place, encoding="torch_zip"))
         if sum(c.box.numel for c in chunks) > math.prod(shape):
             raise ValueError(f"{key!r}: chunks overlap in shape {shape}")
-        tensors[key] = StoredTensor(dtype_name(entry.properties.dtype), shape, tuple(chunks))
+        dtype = dtype_name(entry.properties.dtype)
+        dtype_from_name(dtype)  # raises if it is none
+        tensors[key] = StoredTensor(dtype, shape, tuple(chunks))
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     return ForeignCheckpoint(CheckpointIndex(tensors), objects, _checked_paths(paths))
 
@@ -165,7 +181,7 @@ def _checked_paths(paths: Mapping[Any, Any]) -> dict[str, tuple[str | int, ...]]
     return {
         key: tuple(path)
         for key, path in paths.items()
-        if isinstance(path, tuple) and all(isinstance(part, str | int) for part in path)
+        if isinstance(path, tuple) and path and all(isinstance(part, str | int) for part in path)
     }
 
 

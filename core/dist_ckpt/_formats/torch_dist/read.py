@@ -175,7 +175,13 @@ def _fill_from_record(source: _Source, read: Read, view: torch.Tensor) -> int:
             f"{source.name}: no tensor record at byte {read.chunk.position} ({error})."
         ) from error
     expected = (read.chunk.box.shape, dtype_from_name(read.dtype))
-    if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
+    plain = (
+        isinstance(tensor, torch.Tensor)
+        and not tensor.is_nested  # has no shape to ask for
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+    )
+    if not plain or (tuple(tensor.shape), tensor.dtype) != expected:
         raise CorruptedCheckpointError(
             f"{source.name}: the record at byte {read.chunk.position} is not a {read.dtype} tensor "
             f"of shape {read.chunk.box.shape}."
