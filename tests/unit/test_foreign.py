@@ -19,7 +19,6 @@ from dist_ckpt import (
 )
 from dist_ckpt.training_state import CheckpointView
 
-
 # DCP says so whenever it saves without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
