@@ -15,7 +15,6 @@ from dist_ckpt.dict_utils import (
     dict_list_map_outplace,
     extract_matching_values,
     find_hidden_leaves,
-    nested_items_with_path,
     nested_values,
 )
 from dist_ckpt.errors import InvalidShardingError, MismatchError
@@ -263,11 +262,3 @@ def _is_plain(loaded: Any) -> bool:
 
 def _is_hole(node: object) -> bool:
     return isinstance(node, dict) and set(node) == {_HOLE_KEY}
-
-
-def leaf_path(tree: ShardedStateDict, wanted: object) -> str:
-    """Return the dotted path of a leaf in ``tree``, for error messages."""
-    for path, leaf in nested_items_with_path(tree):
-        if leaf is wanted:
-            return ".".join(map(str, path))
-    return "?"

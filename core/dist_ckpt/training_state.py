@@ -229,11 +229,6 @@ class CheckpointView:
         return self._contents.world_size
 
     @property
-    def num_models(self) -> int:
-        """Number of models in it. Not collective."""
-        return _count(self._stored, "models.")
-
-    @property
     def num_optimizers(self) -> int:
         """Number of optimizers in it. Not collective."""
         return max(_count(self._stored, "optimizers."), len(self._tree.get("optimizers", {})))

@@ -15,7 +15,7 @@ from dist_ckpt import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from dist_ckpt._state import leaf_path, merge_after_load, split_for_load, split_for_save
+from dist_ckpt._state import merge_after_load, split_for_load, split_for_save
 
 HOLE = {"__sharded__": True}
 
@@ -109,11 +109,3 @@ def test_what_cannot_be_split(split: Any) -> None:
         )
     with pytest.raises(InvalidShardingError, match="is a dict, found list"):
         split([tensor("x")])
-
-
-def test_paths_of_leaves() -> None:
-    """For messages."""
-    x = tensor("x")
-
-    assert leaf_path({"a": [0, {"b": x}]}, x) == "a.1.b"
-    assert leaf_path({}, x) == "?"
