@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dist_ckpt.dict_utils import (
     dict_list_map_outplace,
     extract_matching_values,
-    find_hidden_leaves,
+    nested_items_with_path,
     nested_values,
 )
 from dist_ckpt.errors import InvalidShardingError, MismatchError
@@ -27,6 +27,7 @@ from dist_ckpt.mapping import (
     apply_factories,
     apply_factory_merges,
 )
+from dist_ckpt.utils import reject_hidden_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -76,7 +77,8 @@ def split_for_save(sharded_state_dict: ShardedStateDict) -> SaveParts:
     """Take a state dict apart; factories are built first.
 
     Raises:
-        InvalidShardingError: A sharded leaf hides in a tuple, set or dataclass.
+        InvalidShardingError: A sharded leaf hides in a tuple, set or dataclass, or is of no known
+            kind.
     """
     tree = _built(sharded_state_dict)
     leaves = [leaf for leaf in nested_values(tree) if isinstance(leaf, ShardedBase)]
@@ -114,21 +116,26 @@ def _built(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         raise InvalidShardingError(
             f"a sharded state dict is a dict, found {type(sharded_state_dict).__name__}"
         )
-    hidden = [
-        ".".join(map(str, path))
-        for path, _ in find_hidden_leaves(
-            sharded_state_dict, lambda x: isinstance(x, ShardedBase | LocalNonpersistentObject)
-        )
-    ]
-    if hidden:
-        raise InvalidShardingError(
-            f"sharded leaves stand inside tuples, sets or dataclasses at {', '.join(hidden)}; "
-            "only dicts and lists are containers.",
-            hint="use a list or a dict there.",
-        )
     tree: ShardedStateDict = {key: _copied(value) for key, value in sharded_state_dict.items()}
-    apply_factories(tree)
+    apply_factories(tree)  # what they build is checked with the rest
+    reject_hidden_leaves(tree)
+    _refuse_unknown_leaves(tree)
     return tree
+
+
+def _refuse_unknown_leaves(tree: ShardedStateDict) -> None:
+    """Raise for sharded leaves that nothing stores: they would be lost without a word."""
+    known = (ShardedTensor, ShardedObject)
+    unknown = [
+        f"{type(leaf).__name__} {leaf.key!r} at {'.'.join(map(str, path))}"
+        for path, leaf in nested_items_with_path(tree)
+        if isinstance(leaf, ShardedBase) and not isinstance(leaf, known)
+    ]
+    if unknown:
+        raise InvalidShardingError(
+            f"sharded leaves that cannot be stored: {', '.join(unknown)}.",
+            hint="what a factory builds must be tensors and objects, not factories.",
+        )
 
 
 def _copied(node: Any) -> Any:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
 from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
     from dist_ckpt.types import PathLike
@@ -65,11 +67,14 @@ def check_is_distributed_checkpoint(checkpoint_dir: PathLike) -> bool:
 def maybe_load_config(checkpoint_dir: PathLike) -> CheckpointingConfig | None:
     """Return the config of a checkpoint, or None if ``checkpoint_dir`` is none. Not collective.
 
-    Fields that this release does not know are ignored.
+    Fields that this release does not know are ignored. No path at all (``""`` or None) is no
+    checkpoint.
 
     Raises:
         CorruptedCheckpointError: ``metadata.json`` is there but is no config.
     """
+    if not checkpoint_dir:
+        return None
     directory = Path(checkpoint_dir)
     store = LocalStore(directory)
     if not directory.is_dir() or store.nbytes(CONFIG_FNAME) is None:
@@ -95,10 +100,20 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: PathLike) -> None:
     """Write ``metadata.json`` durably, replacing an old one at once. Not collective.
 
     ``save`` does this by itself, last of all; call it only for a checkpoint of your own making.
+    Several processes may call it with the same config.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory.
+        StorageError: It could not be written; an older file is as it was.
     """
     directory = Path(checkpoint_dir)
     store = LocalStore(directory)
-    temporary = f".{CONFIG_FNAME}.tmp"
-    store.delete(temporary)
-    store.create(temporary, config.to_json())
-    (directory / temporary).replace(directory / CONFIG_FNAME)
+    temporary = f".{CONFIG_FNAME}.{uuid.uuid4().hex}"
+    try:
+        store.create(temporary, config.to_json())
+        with storage_errors("write", directory / CONFIG_FNAME):
+            (directory / temporary).replace(directory / CONFIG_FNAME)
+            fsync_directory(directory)
+    except BaseException:
+        store.delete(temporary)
+        raise

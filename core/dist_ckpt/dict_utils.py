@@ -373,7 +373,8 @@ def diff(
 
     Tensors differ when shape, dtype or any element does, wherever they are stored. Elements with
     the same bits are equal, so a tensor with NaN does not differ from its own copy; floats compare
-    likewise. Tuples are leaves, compared as a whole by the same rules.
+    likewise. Tuples and dataclasses are leaves, compared as a whole by the same rules; a
+    ``replica_id`` does not count, because replicas are equal by definition.
 
     Args:
         x1: Left tree.
@@ -409,10 +410,19 @@ def _leaves_equal(x1: Any, x2: Any) -> bool:
         return _tensors_equal(x1.detach(), x2.detach())
     if isinstance(x1, tuple) and isinstance(x2, tuple):
         return len(x1) == len(x2) and not any(any(diff(a, b)) for a, b in zip(x1, x2, strict=True))
+    if type(x1) is type(x2) and _compares_by_fields(x1):
+        names = (f.name for f in fields(x1) if f.compare and f.name != "replica_id")
+        return not any(any(diff(getattr(x1, n, None), getattr(x2, n, None))) for n in names)
     try:
         return _compare_equal(x1, x2)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False  # not comparable, so not equal
+
+
+def _compares_by_fields(x: Any) -> bool:
+    # A class of dataclasses is an object like any other, and `eq=False` asks for identity.
+    params = getattr(type(x), "__dataclass_params__", None)
+    return params is not None and bool(params.eq)
 
 
 def _compare_equal(x1: Any, x2: Any) -> bool:

@@ -8,6 +8,7 @@ Here: exception classes only. Not here: the checks that raise them. Raised on ev
     CheckpointingException(Exception)
     ├── ConfigError                 (also ValueError)        fix the config
     ├── InvalidShardingError        (also ValueError)        fix the description of the shards
+    │   └── OptimizerShapeError     (also AssertionError)    exclude the state, or describe it
     ├── CheckpointNotFoundError     (also FileNotFoundError) wrong path, or never committed
     │   └── IncompleteCheckpointError                        data there, no commit marker
     ├── CorruptedCheckpointError                             use another copy
@@ -38,6 +39,7 @@ __all__ = [
     "IncompleteCheckpointError",
     "InvalidShardingError",
     "MismatchError",
+    "OptimizerShapeError",
     "RankFailedError",
     "RankFailure",
     "StorageError",
@@ -52,6 +54,7 @@ class ErrorKind(StrEnum):
     UNKNOWN = "unknown"
     CONFIG = "config"
     INVALID_SHARDING = "invalid_sharding"
+    OPTIMIZER_SHAPE = "optimizer_shape"
     NOT_FOUND = "not_found"
     INCOMPLETE = "incomplete"
     CORRUPTED = "corrupted"
@@ -114,6 +117,12 @@ class InvalidShardingError(CheckpointingException, ValueError):
     """The description of the shards is wrong: overlap, gap, dtype or shape disagreement."""
 
     kind = ErrorKind.INVALID_SHARDING
+
+
+class OptimizerShapeError(InvalidShardingError, AssertionError):
+    """A state of the optimizer does not have the shape of its parameter."""
+
+    kind = ErrorKind.OPTIMIZER_SHAPE
 
 
 class CheckpointNotFoundError(CheckpointingException, FileNotFoundError):

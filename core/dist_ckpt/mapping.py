@@ -7,6 +7,7 @@ Not here: finding the sharding of a model (``dist_ckpt.derive``), checks across 
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -152,8 +153,9 @@ class ShardedTensorFactory(ShardedBase):
     Args:
         key: Name of the tensor.
         data: Local tensor in its original form.
-        build_fn: Called with key, data and replica_id (and the flattened range, if there is one);
-            returns the sharded state dict to store.
+        build_fn: Called with key, data and replica_id, and with the flattened range as the fourth
+            argument if there is one or if the function cannot be called without it; returns the
+            sharded state dict to store.
         merge_fn: Called with the loaded state dict of the same nesting; returns the tensor.
         replica_id: Passed on to ``build_fn``.
         flattened_range: ``data`` holds only this slice of the flattened tensor.
@@ -167,10 +169,20 @@ class ShardedTensorFactory(ShardedBase):
     flattened_range: slice | None = None
 
     def build(self) -> Any:
-        """Return the sharded state dict that stands for the tensor."""
-        if self.flattened_range is None:
-            return self.build_fn(self.key, self.data, self.replica_id)
-        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+        """Return the sharded state dict that stands for the tensor.
+
+        Raises:
+            InvalidShardingError: If there is a flattened range and ``build_fn`` does not take it.
+        """
+        arguments = (self.key, self.data, self.replica_id)
+        if self.flattened_range is None and _takes(self.build_fn, len(arguments)):
+            return self.build_fn(*arguments)
+        if not _takes(self.build_fn, len(arguments) + 1):
+            raise InvalidShardingError(
+                f"ShardedTensorFactory {self.key!r}: build_fn must take key, data, replica_id and "
+                f"flattened_range, which is {self.flattened_range}."
+            )
+        return self.build_fn(*arguments, self.flattened_range)
 
     def validate_metadata_integrity(self) -> None:
         """Accept: what ``build`` returns checks itself."""
@@ -178,6 +190,17 @@ class ShardedTensorFactory(ShardedBase):
     def without_data(self) -> ShardedTensorFactory:
         """Return a copy whose ``data`` is None."""
         return replace(self, data=None)
+
+
+def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
+    """Whether ``function`` can be called with so many positional arguments."""
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except TypeError:
+        return False
+    except ValueError:  # a builtin does not tell
+        return True
+    return True
 
 
 def apply_factories(sharded_state_dict: ShardedStateDict) -> None:

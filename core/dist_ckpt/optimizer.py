@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from dist_ckpt.dict_utils import nested_values
-from dist_ckpt.errors import InvalidShardingError
+from dist_ckpt.errors import OptimizerShapeError
 from dist_ckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 
 if TYPE_CHECKING:
@@ -78,15 +78,15 @@ def make_sharded_optimizer_tensor(
         prefix: Put before the parameter's key, with a dot between.
 
     Raises:
-        InvalidShardingError: If the state tensor does not have the shape of the parameter.
+        OptimizerShapeError: If the state tensor does not have the shape of the parameter.
     """
-    local = optim_param.to_local() if hasattr(optim_param, "to_local") else optim_param
+    local = _local(optim_param)
     key = f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
         return replace(model_param, key=key, data=local)
     expected = model_param.data_shape
     if tuple(local.shape) != expected:
-        raise InvalidShardingError(
+        raise OptimizerShapeError(
             f"Optimizer shape ({tuple(local.shape)}) does not match model shape ({expected}) "
             f"for {key!r}.",
             hint="name states of another shape in exclude_keys.",
@@ -112,7 +112,7 @@ def optim_state_to_sharding_state(
 
     Raises:
         ValueError: If a parameter with state has no sharded parameter.
-        InvalidShardingError: If a state tensor has another shape than its parameter.
+        OptimizerShapeError: If a state tensor has another shape than its parameter.
     """
     states = {
         param_id: {k: v for k, v in state.items() if k not in exclude_keys}
@@ -140,8 +140,13 @@ def _sharded_or_common(model_param: ShardedParam, state_key: str, value: object)
     if not isinstance(value, torch.Tensor):
         return value
     if value.ndim == 0 and not _is_scalar(model_param):
-        return value
+        return _local(value)
     return make_sharded_optimizer_tensor(model_param, value, f"optimizer.state.{state_key}")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local part of a DTensor, any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _is_scalar(model_param: ShardedParam) -> bool:

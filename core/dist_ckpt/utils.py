@@ -113,12 +113,14 @@ def reject_hidden_leaves(sharded_state_dict: ShardedStateDict) -> None:
     kinds = (ShardedBase, LocalNonpersistentObject)
     hidden = find_hidden_leaves(sharded_state_dict, lambda x: isinstance(x, kinds))
     if hidden:
-        where = "; ".join(
-            f"{type(leaf).__name__} {getattr(leaf, 'key', '')!r} at {path}" for path, leaf in hidden
+        where = ", ".join(
+            f"{type(leaf).__name__} {getattr(leaf, 'key', '')!r} at {'.'.join(map(str, path))}"
+            for path, leaf in hidden
         )
         raise InvalidShardingError(
-            f"Sharded leaves inside a container that is neither dict nor list: {where}.",
-            hint="use lists or dicts for containers of sharded leaves.",
+            f"sharded leaves stand inside tuples, sets or dataclasses: {where}; only dicts and "
+            "lists are containers.",
+            hint="use a list or a dict there.",
         )
 
 

@@ -58,6 +58,21 @@ class StrictHandling(Enum):
     RETURN_ALL = "return_all"
     IGNORE_ALL = "ignore_all"
 
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Whether requested and stored keys are compared before anything is read."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Whether a rank must know what the other ranks request."""
+        return val.value.endswith("_all")
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Whether ``load`` returns a triple: state dict, missing and unexpected keys."""
+        return val.value.startswith("return_")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrictPolicy:
@@ -119,10 +134,10 @@ def check_sharding(views: Sequence[Sequence[ShardInfo]], *, coverage: bool) -> N
     """
     problems = agreement_problems(views)
     if coverage and not problems:
-        problems = coverage_problems(views)
+        problems = [f"Invalid access pattern for {one}" for one in coverage_problems(views)]
     if problems:
         raise InvalidShardingError(
-            shortened(problems),
+            f"Invalid sharding pattern validation. Errors: {shortened(problems)}",
             hint="exactly one rank must save each element: replica_id is 0 (or all 0) on it alone.",
         )
 
@@ -163,7 +178,10 @@ def check_objects(views: Sequence[Sequence[ShardedObject]]) -> None:
         for shape, offsets in found.items():
             lacking = math.prod(shape) - len(offsets)
             if lacking:
-                problems.append(f"{key!r}: {lacking} ShardedObject are missing of shape {shape}")
+                problems.append(
+                    f"Invalid access pattern: {lacking} ShardedObject are missing. "
+                    f"Key {key!r}, shape {shape}"
+                )
     if problems:
         raise InvalidShardingError(shortened(problems))
 

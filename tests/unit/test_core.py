@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dist_ckpt import CorruptedCheckpointError
+from dist_ckpt import CheckpointNotFoundError, CorruptedCheckpointError, StorageError
 from dist_ckpt.core import (
     CONFIG_FNAME,
     CheckpointingConfig,
@@ -35,6 +37,46 @@ def test_fields_of_other_releases(tmp_path: Path) -> None:
     (tmp_path / CONFIG_FNAME).write_text(json.dumps(fields))
 
     assert maybe_load_config(tmp_path) == CheckpointingConfig("torch_dist", 1, "torch", 1)
+
+
+def test_several_processes_may_write(tmp_path: Path) -> None:
+    """As in old releases every rank did: none meets the temporary file of another."""
+    threads = [
+        threading.Thread(target=save_config, args=(CheckpointingConfig("torch_dist"), tmp_path))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert maybe_load_config(tmp_path) == CheckpointingConfig("torch_dist")
+    assert [entry.name for entry in tmp_path.iterdir()] == [CONFIG_FNAME]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    """And nothing else: a reader never sees half a file."""
+    old = tmp_path / CONFIG_FNAME
+    old.mkdir()  # what cannot be replaced by a file
+
+    with pytest.raises(StorageError, match="cannot write"):
+        save_config(CheckpointingConfig("torch_dist"), tmp_path)
+
+    assert list(tmp_path.iterdir()) == [old]
+    with pytest.raises(CheckpointNotFoundError):
+        save_config(CheckpointingConfig("torch_dist"), tmp_path / "no")
+
+
+@pytest.mark.parametrize("path", ["", None])
+def test_no_path_is_no_checkpoint(
+    path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Least of all the one in the working directory."""
+    save_config(CheckpointingConfig("torch_dist"), tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    assert maybe_load_config(path) is None
+    assert not check_is_distributed_checkpoint(path)
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from dist_ckpt.dict_utils import (
     nested_values,
     positions,
 )
+from dist_ckpt.mapping import ShardedObject, ShardedTensor
 
 NAN = float("nan")
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - the untyped kind is tested
@@ -349,6 +350,41 @@ def test_diff_of_equal_leaves_is_empty(x1: Any, x2: Any) -> None:
 def test_diff_of_unequal_leaves(x1: Any, x2: Any) -> None:
     """Other shapes and dtypes are mismatches, never errors."""
     assert diff(x1, x2, ("k",)) == ([], [], [(("k",), type(x1), type(x2))])
+
+
+def shard(data: torch.Tensor, **changes: Any) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets("w", data, (0, 0, 2), **changes)
+
+
+def test_diff_of_sharded_leaves_compares_their_data() -> None:
+    """Element by element, NaN included; the replica does not count, the place does."""
+    data = torch.tensor([NAN, 1.0])
+    left = {"t": shard(data, replica_id=1), "o": ShardedObject("o", {"x": data}, (1,), (0,), 1)}
+    same = {"t": shard(data.clone()), "o": ShardedObject("o", {"x": data.clone()}, (1,), (0,))}
+    other = {"t": shard(data + 1), "o": ShardedObject("o", {"x": data + 1}, (1,), (0,))}
+    moved = ShardedTensor.from_rank_offsets("w", data, (0, 1, 2))
+
+    assert diff(left, same) == ([], [], [])
+    assert [path for path, *_ in diff(left, other)[2]] == [("t",), ("o",)]
+    assert diff(left["t"], moved)[2] == [((), ShardedTensor, ShardedTensor)]
+
+
+@dataclass(eq=False)
+class Identity:
+    """A dataclass that is equal to itself only."""
+
+    inside: int = 1
+
+
+def test_diff_of_dataclasses() -> None:
+    """By fields, where the class compares so; unset fields are alike; classes are values."""
+    same, other = Box(inside=(1, torch.zeros(2))), Box(inside=(1, torch.ones(2)))
+
+    assert diff(Box(inside=(1, torch.zeros(2))), same) == ([], [], [])
+    assert diff(other, same)[2] == [((), Box, Box)]
+    assert diff(Identity(), Identity())[2] == [((), Identity, Identity)]
+    assert diff(Box, Box) == ([], [], [])
+    assert diff(Box, Identity)[2] == [((), type, type)]
 
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import subprocess
 import sys
@@ -243,6 +244,16 @@ def test_coordinates_of_a_flattened_range() -> None:
     assert whole[x.global_coordinates()].tolist() == local.reshape(-1)[1:5].tolist()
 
 
+def test_coordinates_cost_what_the_range_costs() -> None:
+    """Not what the shard would: this one has a terabyte of elements."""
+    side = 1 << 20
+    x = make(local_shape=(side, side), global_shape=(2 * side, side), global_offset=(side, 0),
+             flattened_range=slice(side * side - 2, side * side))  # fmt: skip
+
+    assert [c.tolist() for c in x.local_coordinates()] == [[side - 1] * 2, [side - 2, side - 1]]
+    assert x.global_coordinates()[0].tolist() == [2 * side - 1] * 2
+
+
 def test_coordinates_of_scalars_and_empty_tensors() -> None:
     """A 0-dim tensor has no axis; an empty one no coordinate."""
     scalar = make(local_shape=(), global_shape=(), global_offset=(), axis_fragmentations=(),
@@ -474,6 +485,43 @@ def test_factory_passes_its_range_only_if_it_has_one() -> None:
     assert factory(flattened_range=slice(0, 4)).build()[2] == slice(0, 4)
     assert factory().without_data().data is None
     factory().validate_metadata_integrity()
+
+
+def takes_three(key: str, data: Any, replica_id: Any) -> list[Any]:
+    return split(key, data, replica_id)
+
+
+def takes_four(key: str, data: Any, replica_id: Any, flattened_range: slice | None) -> list[Any]:
+    return split(key, data, replica_id, flattened_range)
+
+
+def test_build_functions_of_all_releases_are_called() -> None:
+    """With three arguments, or with the flattened range as a required fourth."""
+    assert len(factory(build_fn=takes_three).build()) == 2
+    assert factory(build_fn=takes_four).build()[2] is None
+    assert factory(build_fn=takes_four, flattened_range=slice(0, 4)).build()[2] == slice(0, 4)
+    assert factory(build_fn=functools.partial(takes_four, flattened_range=7)).build()[2] == 7
+    assert factory(build_fn=max, key=1, data=2, replica_id=3).build() == 3
+
+
+def test_a_range_is_never_dropped() -> None:
+    """A build function that cannot take it is refused with the key and the range."""
+    with pytest.raises(InvalidShardingError, match=r"'w': build_fn must take .*slice\(0, 4"):
+        factory(build_fn=takes_three, flattened_range=slice(0, 4)).build()
+
+
+def test_an_error_within_a_build_function_is_its_own() -> None:
+    """Also a TypeError: it does not lead to a second call."""
+    calls = []
+
+    def broken(*arguments: Any) -> None:
+        calls.append(arguments)
+        raise TypeError("inside")
+
+    with pytest.raises(TypeError, match="inside"):
+        factory(build_fn=broken).build()
+
+    assert len(calls) == 1
 
 
 def test_factories_are_applied_and_merged() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt.errors import InvalidShardingError
+from dist_ckpt.errors import InvalidShardingError, OptimizerShapeError
 from dist_ckpt.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from dist_ckpt.optimizer import (
     get_optim_param_to_id_map,
@@ -134,10 +134,9 @@ def test_another_shape_is_refused() -> None:
     """The error names both shapes and the key."""
     model = ShardedTensor.from_rank_offsets("w", torch.ones(2, 3))
 
-    with pytest.raises(
-        InvalidShardingError, match=r"\(\(3,\)\) does not match .*\(\(2, 3\)\).*o.w"
-    ):
+    with pytest.raises(AssertionError, match=r"\(\(3,\)\) does not match .*\(\(2, 3\)\).*o.w"):
         make_sharded_optimizer_tensor(model, torch.zeros(3), "o")
+    assert issubclass(OptimizerShapeError, InvalidShardingError)
 
 
 def test_adam_state_dict_becomes_sharded_in_place() -> None:
@@ -201,6 +200,25 @@ def test_plain_values_and_zero_dim_states_stay_common() -> None:
     assert state[2]["step"] is zero
     assert state[3]["exp_avg"].key == "optimizer.state.exp_avg.f"
     assert state[4]["step"] is zero
+
+
+class ScalarDTensor(torch.Tensor):
+    """A 0-dim tensor that, like a replicated DTensor, has a local part."""
+
+    def to_local(self) -> torch.Tensor:
+        """Return the local part."""
+        return self.as_subclass(torch.Tensor)
+
+
+def test_of_a_common_dtensor_the_local_part_is_stored() -> None:
+    """A 0-dim step may be a DTensor, too."""
+    weight = ShardedTensor.from_rank_offsets("w", torch.ones(2))
+    step = torch.tensor(3.0).as_subclass(ScalarDTensor)
+    state_dict: dict[str, Any] = {"state": {0: {"step": step}}, "param_groups": []}
+
+    optim_state_to_sharding_state(state_dict, {0: weight})
+
+    assert type(state_dict["state"][0]["step"]) is torch.Tensor
 
 
 def test_unknown_parameters_are_refused_before_anything_changes() -> None:

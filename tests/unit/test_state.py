@@ -16,6 +16,7 @@ from dist_ckpt import (
     ShardedTensorFactory,
 )
 from dist_ckpt._state import merge_after_load, split_for_load, split_for_save
+from dist_ckpt.mapping import ShardedBase
 
 HOLE = {"__sharded__": True}
 
@@ -100,12 +101,46 @@ def test_lists_must_agree_where_positions_count() -> None:
         merged({"a": {"l": [tensor("x")]}}, {"a": {"l": [1, HOLE]}})
 
 
+class OtherKind(ShardedBase):
+    """A sharded leaf that this library does not know."""
+
+    key, data, replica_id = "other", None, 0
+
+    def validate_metadata_integrity(self) -> None:
+        pass
+
+    def without_data(self) -> ShardedBase:
+        return self
+
+
+@pytest.mark.parametrize("split", [split_for_save, split_for_load])
+def test_leaves_that_nothing_stores_are_refused(split: Any) -> None:
+    """Other kinds, and factories within what a factory builds: they would be lost."""
+    inner = ShardedTensorFactory("inner", torch.ones(1), lambda *_: {}, lambda x: x["a"])
+    outer = ShardedTensorFactory("f", torch.ones(1), lambda *_: [inner], lambda x: x["a"])
+
+    with pytest.raises(InvalidShardingError) as caught:
+        split({"l": [OtherKind()], "f": outer, "ok": tensor("t")})
+
+    assert "OtherKind 'other' at l.0" in str(caught.value)
+    assert "ShardedTensorFactory 'inner' at f.0" in str(caught.value)
+
+
 @pytest.mark.parametrize("split", [split_for_save, split_for_load])
 def test_what_cannot_be_split(split: Any) -> None:
     """Sharded leaves in tuples and sets, and things that are no dict."""
-    with pytest.raises(InvalidShardingError, match=r"at t.1, u.0.a.0;"):
+    with pytest.raises(InvalidShardingError, match=r"ShardedTensor 'x' at t.1, .* at u.0.a.0;"):
         split(
             {"t": (1, tensor("x")), "u": [{"a": (LocalNonpersistentObject(1),)}]} | {"ok": (1, 2)}
         )
     with pytest.raises(InvalidShardingError, match="is a dict, found list"):
         split([tensor("x")])
+
+
+@pytest.mark.parametrize("split", [split_for_save, split_for_load])
+def test_what_a_factory_builds_hides_nothing_either(split: Any) -> None:
+    """A tuple of shards would be taken for a plain value."""
+    factory = ShardedTensorFactory("f", torch.ones(1), lambda *_: (tensor("x"),), lambda x: x[0])
+
+    with pytest.raises(InvalidShardingError, match=r"'x' at f.0;"):
+        split({"f": factory})

@@ -73,7 +73,7 @@ def test_hidden_leaves_are_refused(function: Any) -> None:
     with pytest.raises(InvalidShardingError) as caught:
         function({"a": (TENSOR, [OBJECT]), "b": {"c": (LOCAL,)}})
 
-    for part in ("ShardedTensor 't' at ('a', 0)", "'o' at ('a', 1, 0)", "('b', 'c', 0)"):
+    for part in ("ShardedTensor 't' at a.0", "ShardedObject 'o' at a.1.0", "at b.c.0;"):
         assert part in str(caught.value)
 
 

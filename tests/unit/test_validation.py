@@ -47,6 +47,18 @@ def test_missing_keys_are_looked_for_by_the_all_modes_only(flag: StrictHandling)
     assert policy.check_missing == (flag.value in ("log_all", "raise_all", "return_all"))
 
 
+@pytest.mark.parametrize("flag", list(StrictHandling))
+def test_what_a_flag_requires(flag: StrictHandling) -> None:
+    """Asked of the class, by name."""
+    explicit = StrictHandling.requires_explicit_ckpt_mismatch_check(flag)
+    others = StrictHandling.requires_global_app_metadata(flag)
+    triple = StrictHandling.requires_returning_mismatch_keys(flag)
+
+    assert explicit == (flag.name != "ASSUME_OK_UNEXPECTED")
+    assert others == (flag.name in ("LOG_ALL", "RAISE_ALL", "RETURN_ALL", "IGNORE_ALL"))
+    assert triple == (flag.name in ("RETURN_UNEXPECTED", "RETURN_ALL"))
+
+
 def test_a_tiling_passes() -> None:
     """Uneven boxes, replicas of both kinds, and ranks without anything."""
     views = [
@@ -74,8 +86,13 @@ def test_a_tiling_passes() -> None:
 )
 def test_no_tiling_is_refused(views: list[list[ShardInfo]], message: str) -> None:
     """Each with key, place and ranks."""
-    with pytest.raises(InvalidShardingError, match=f"'x': .*{message}"):
+    with pytest.raises(InvalidShardingError, match=f"'x': .*{message}") as caught:
         check_sharding(views, coverage=True)
+
+    assert str(caught.value).startswith("Invalid sharding pattern validation. Errors: ")
+    assert ("Invalid access pattern for 'x'" in str(caught.value)) == (
+        "ranks disagree" not in message
+    )
 
 
 def test_data_of_a_replica_is_enough_only_where_replicas_are_equal() -> None:
@@ -93,7 +110,7 @@ def test_objects() -> None:
 
     for views, message in (
         ([[cell(0)], [cell(0), cell(1)]], "Duplicate ShardedObject keys"),
-        ([[cell(0)], []], "1 ShardedObject are missing"),
+        ([[cell(0)], []], "Invalid access pattern: 1 ShardedObject are missing. Key 'o'"),
         ([[cell(0), cell(1)], [cell(0, 1, 1)]], "disagree on the object's shape"),
     ):
         with pytest.raises(InvalidShardingError, match=message):
