@@ -7,6 +7,6 @@ Here: communicators and the choice of one. Not here: what is exchanged (``valida
 from __future__ import annotations
 
 from dist_ckpt._comm.single import SingleCommunicator
-from dist_ckpt._comm.torch_dist import default_communicator
+from dist_ckpt._comm.torch_dist import default_communicator, group_communicator
 
-__all__ = ["SingleCommunicator", "default_communicator"]
+__all__ = ["SingleCommunicator", "default_communicator", "group_communicator"]

@@ -11,11 +11,14 @@ import torch.distributed as dist
 
 from dist_ckpt._comm.single import SingleCommunicator
 from dist_ckpt._comm.store import StoreCommunicator
+from dist_ckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from dist_ckpt.types import Communicator
 
-__all__ = ["DEFAULT_TIMEOUT_SECS", "default_communicator"]
+__all__ = ["DEFAULT_TIMEOUT_SECS", "default_communicator", "group_communicator"]
 
 DEFAULT_TIMEOUT_SECS = 1800.0
 
@@ -37,3 +40,27 @@ def default_communicator(*, timeout_secs: float = DEFAULT_TIMEOUT_SECS) -> Commu
         size=dist.get_world_size(),
         timeout_secs=timeout_secs,
     )
+
+
+def group_communicator(
+    group: ProcessGroup | None, *, timeout_secs: float = DEFAULT_TIMEOUT_SECS
+) -> Communicator:
+    """Return the communicator of a group's ranks; None stands for all ranks of the job.
+
+    Not collective. Ranks, in errors too, are ranks of the group. Each group has a store of its own.
+
+    Raises:
+        CoordinationError: This process is not in the group.
+    """
+    if group is None:
+        return default_communicator(timeout_secs=timeout_secs)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise CoordinationError(
+            f"rank {dist.get_rank()} is not in the process group.",
+            hint="only ranks of a group take part in what it does.",
+        )
+    if size == 1:
+        return SingleCommunicator()
+    store = group.get_group_store()
+    return StoreCommunicator(store, rank=rank, size=size, timeout_secs=timeout_secs)
