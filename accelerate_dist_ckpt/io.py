@@ -28,7 +28,7 @@ class DistCkptIO:
 
     Args:
         enabled: Whether checkpoints are ours at all; False leaves Accelerate as it is.
-        backend: The format of the sharded part on disk.
+        backend: The format on disk: files of torch's DCP, or zarr arrays.
         thread_count: Threads that write or read files, on each rank.
         timeout_secs: How long ranks wait for each other before the missing ones are named.
         allow_pickle: Whether pickled values are loaded. They can run any code: trust the source.
@@ -50,7 +50,7 @@ class DistCkptIO:
         self,
         *,
         enabled: bool | None = None,
-        backend: Literal["torch_dist"] | None = None,
+        backend: Literal["torch_dist", "zarr"] | None = None,
         thread_count: int | None = None,
         timeout_secs: float | None = None,
         allow_pickle: bool | None = None,
@@ -118,6 +118,7 @@ class DistCkptIO:
             thread_count=self.config.thread_count,
             timeout_secs=self.config.timeout_secs,
             verify_sharding=self.config.verify_sharding,
+            backend=self.config.backend,
             replace="any",
             staging_dir=staging_dir,
             include_dir=include_dir,

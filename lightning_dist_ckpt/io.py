@@ -51,7 +51,7 @@ class DistCkptIO(CheckpointIO):
 
     Args:
         enabled: False leaves Lightning as it is.
-        backend: The format of the sharded part on disk.
+        backend: The format on disk: files of torch's DCP, or zarr arrays.
         thread_count: Threads that write or read files, on each rank.
         timeout_secs: How long ranks wait for each other before the missing ones are named.
         allow_pickle: Whether pickled values are loaded. They can run any code: trust the source.
@@ -65,7 +65,7 @@ class DistCkptIO(CheckpointIO):
         self,
         *,
         enabled: bool | None = None,
-        backend: Literal["torch_dist"] | None = None,
+        backend: Literal["torch_dist", "zarr"] | None = None,
         thread_count: int | None = None,
         timeout_secs: float | None = None,
         allow_pickle: bool | None = None,
@@ -118,6 +118,7 @@ class DistCkptIO(CheckpointIO):
             thread_count=self.config.thread_count,
             timeout_secs=self.config.timeout_secs,
             verify_sharding=self.config.verify_sharding,
+            backend=self.config.backend,
             replace="any" if replaceable else "checkpoint",
         )
 

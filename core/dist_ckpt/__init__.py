@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dist_ckpt.core import check_is_distributed_checkpoint
     from dist_ckpt.derive import sharded_state_dict
     from dist_ckpt.errors import (
         BarrierTimeoutError,
@@ -36,9 +37,11 @@ if TYPE_CHECKING:
         StrictHandling,
         load,
         load_common_state_dict,
+        load_content_metadata,
         load_plain_tensors,
         load_sharded_metadata,
         load_tensors_metadata,
+        remove_sharded_tensors,
         save,
     )
     from dist_ckpt.training_state import load_model_and_optimizer, save_model_and_optimizer
@@ -62,12 +65,15 @@ _HOME = {
     "StorageError": "errors",
     "StrictHandling": "serialization",
     "UnsafeContentError": "errors",
+    "check_is_distributed_checkpoint": "core",
     "load": "serialization",
     "load_common_state_dict": "serialization",
+    "load_content_metadata": "serialization",
     "load_model_and_optimizer": "training_state",
     "load_plain_tensors": "serialization",
     "load_sharded_metadata": "serialization",
     "load_tensors_metadata": "serialization",
+    "remove_sharded_tensors": "serialization",
     "save": "serialization",
     "save_model_and_optimizer": "training_state",
     "sharded_state_dict": "derive",
@@ -94,12 +100,15 @@ __all__ = [
     "StorageError",
     "StrictHandling",
     "UnsafeContentError",
+    "check_is_distributed_checkpoint",
     "load",
     "load_common_state_dict",
+    "load_content_metadata",
     "load_model_and_optimizer",
     "load_plain_tensors",
     "load_sharded_metadata",
     "load_tensors_metadata",
+    "remove_sharded_tensors",
     "save",
     "save_model_and_optimizer",
     "sharded_state_dict",

@@ -16,22 +16,27 @@ import torch
 
 from dist_ckpt._engine.commit import locate
 from dist_ckpt._engine.memory import fill_zero
-from dist_ckpt._formats.torch_dist.contents import (
-    COMMON_FILE,
-    CheckpointContents,
-    check_unchanged,
-    open_contents,
+from dist_ckpt._formats.documents import COMMON_FILE, CheckpointContents, check_unchanged
+from dist_ckpt._formats.objects import COMMON_KEY, decode_document
+from dist_ckpt._formats.opening import open_contents
+from dist_ckpt._formats.reading import Destination, read_into
+from dist_ckpt._formats.torch_dist.foreign import (
+    foreign_common,
+    read_foreign_object,
+    sharded_object_keys,
 )
-from dist_ckpt._formats.torch_dist.foreign import foreign_common, read_foreign_object
-from dist_ckpt._formats.torch_dist.objects import COMMON_KEY, decode_document
-from dist_ckpt._formats.torch_dist.read import Destination, read_into
 from dist_ckpt._geometry import Box
 from dist_ckpt._integrity.match import content_problems, describe_unexpected, holes, wanted_box
-from dist_ckpt._planning.describe import dtype_from_name, local_shards
+from dist_ckpt._planning.describe import dtype_from_name, dtype_name, local_shards
+from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt._state import LoadParts, merge_after_load, split_for_load
-from dist_ckpt.errors import CheckpointingException, CheckpointNotFoundError, MismatchError
+from dist_ckpt.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    MismatchError,
+    UnknownStrategyError,
+)
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
-from dist_ckpt.storage import LocalStore
 from dist_ckpt.validation import (
     RankView,
     StrictPolicy,
@@ -42,16 +47,21 @@ from dist_ckpt.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dist_ckpt.options import LoadOptions
     from dist_ckpt.types import Communicator, ShardedStateDict, StateDict
 
 __all__ = [
+    "LoadRequest",
     "LoadResult",
+    "Source",
+    "check_indexed",
+    "index_of",
     "open_checkpoint",
     "open_together",
     "read_common",
+    "read_leaves",
     "read_object",
     "read_whole",
     "run_load",
@@ -68,10 +78,45 @@ class LoadResult:
     missing: frozenset[str]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where sharded leaves and the common part come from, if not from our own formats.
+
+    Attributes:
+        stored: Returns what is stored, without data: tensors by key, objects by unique key.
+        read: Returns the values of tensors and objects, in order; called on every rank, and may
+            exchange with other ranks by itself. None: read as our own formats.
+        read_common: Returns the common part. None: read as our own.
+        thread_count: Reads at a time, in place of the options'.
+    """
+
+    stored: Callable[[], Mapping[str, ShardedTensor | ShardedObject]] | None = None
+    read: (
+        Callable[[Sequence[ShardedTensor], Sequence[ShardedObject]], tuple[list[Any], list[Any]]]
+        | None
+    ) = None
+    read_common: Callable[[], StateDict] | None = None
+    thread_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """What one rank brings to a load; made inside of an exchange, so that all hear if it fails."""
+
+    state_dict: ShardedStateDict
+    source: Source = Source()
+
+
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """This rank's request, after keys that are not stored were taken out."""
+    """This rank's request, after keys that are not stored were taken out.
 
+    ``known`` has an index of what the source says is stored; ``contents`` that of the checkpoint.
+    """
+
+    source: Source
+    contents: CheckpointContents
+    known: CheckpointContents
     parts: LoadParts
     tensors: list[ShardedTensor]
     objects: list[ShardedObject]
@@ -107,8 +152,21 @@ def open_together(
     )
 
 
+def check_indexed(contents: CheckpointContents) -> None:
+    """Raise if only a strategy can read this checkpoint: the verdict is the same on all ranks.
+
+    Raises:
+        UnknownStrategyError: It is of a third party's format.
+    """
+    if not contents.is_indexed:
+        raise UnknownStrategyError(
+            f"{contents.directory}: format {contents.backend} is not one of ours.",
+            hint="`dist_ckpt.load` reads it, if its strategy is installed or given.",
+        )
+
+
 def run_load(
-    build: Callable[[], ShardedStateDict],
+    build: Callable[[], LoadRequest],
     contents: CheckpointContents,
     comm: Communicator,
     options: LoadOptions,
@@ -127,11 +185,39 @@ def run_load(
     missing = comm.map_reduce(
         f"matching the request with {where}",
         lambda: request().view,
-        lambda views: _agree(views, contents, policy, check_coverage=check_coverage),
+        lambda views: _agree(views, request().known, policy, check_coverage=check_coverage),
     )
-    state_dict = functools.cache(lambda: _read(request(), contents, options, common))
-    comm.map_reduce(f"reading {where}", lambda: state_dict() is None, lambda _: None)
-    return LoadResult(state_dict(), frozenset(request().unexpected), missing)
+    read = _attempted(lambda: _read(request(), options, common))
+    state_dict: StateDict = {}
+    comm.map_reduce(f"reading {where}", lambda: state_dict.update(read()), lambda _: None)
+    return LoadResult(state_dict, frozenset(request().unexpected), missing)
+
+
+def _attempted(do: Callable[[], StateDict]) -> Callable[[], StateDict]:
+    """Run ``do`` now, outside of an exchange; return what gives its result or raises its error."""
+    try:
+        result = do()
+    except BaseException as error:  # noqa: BLE001 - raised inside the exchange, for all ranks
+        caught = error
+
+        def fail() -> StateDict:
+            raise caught
+
+        return fail
+    return lambda: result
+
+
+def index_of(stored: Mapping[str, ShardedTensor | ShardedObject]) -> CheckpointIndex:
+    """Return an index of what a strategy says is stored: which keys and shapes, not where."""
+    tensors = {}
+    for key, one in stored.items():
+        if isinstance(one, ShardedTensor):
+            box = Box((0,) * len(one.global_shape), one.global_shape)
+            chunk = StoredChunk(box, "", 0, 0)
+            tensors[key] = StoredTensor(dtype_name(one.dtype), box.shape, (chunk,))
+        else:
+            tensors[key] = StoredTensor("uint8", (0,), (), "object")
+    return CheckpointIndex(tensors)
 
 
 def stored_keys(contents: CheckpointContents) -> dict[str, ShardedTensor | ShardedObject]:
@@ -146,9 +232,8 @@ def stored_keys(contents: CheckpointContents) -> dict[str, ShardedTensor | Shard
             )
         elif stored.role == "object":
             found[key] = ShardedObject.empty_from_unique_key(key)
-    for key in contents.objects:
-        if "/shard_" in key:
-            found[key] = ShardedObject.empty_from_unique_key(key)
+    for key in sharded_object_keys(contents):
+        found[key] = ShardedObject.empty_from_unique_key(key)
     return found
 
 
@@ -197,22 +282,21 @@ def read_whole(
         Destination(key, Box((0,) * len(one.shape), one.shape), tensor)
         for key, one, tensor in zip(keys, stored, tensors, strict=True)
     ]
-    store = LocalStore(contents.directory)
-    read_into(wanted, contents.index, store, thread_count=options.thread_count)
+    read_into(wanted, contents.index, contents.directory, thread_count=options.thread_count)
     return tensors
 
 
 def _match(
-    sharded_state_dict: ShardedStateDict,
-    contents: CheckpointContents,
-    policy: StrictPolicy,
-    options: LoadOptions,
+    asked: LoadRequest, contents: CheckpointContents, policy: StrictPolicy, options: LoadOptions
 ) -> _Request:
     """Take the request apart and compare it with what is stored. Every rank."""
-    parts = split_for_load(sharded_state_dict)
-    tensor_keys = {k for k, t in contents.index.tensors.items() if t.role == "tensor"}
-    object_keys = {k for k, t in contents.index.tensors.items() if t.role == "object"}
-    object_keys |= set(contents.objects)
+    source, known = asked.source, contents
+    if source.stored is not None:
+        known = replace(contents, index=index_of(source.stored()))
+    parts = split_for_load(asked.state_dict)
+    tensor_keys = {k for k, t in known.index.tensors.items() if t.role == "tensor"}
+    object_keys = {k for k, t in known.index.tensors.items() if t.role == "object"}
+    object_keys |= set(known.objects)
     tensors = [t for t in parts.tensors if t.key in tensor_keys]
     objects = [o for o in parts.objects if o.unique_key in object_keys]
     unexpected = sorted(
@@ -221,14 +305,14 @@ def _match(
     )
     lines = describe_unexpected(unexpected, tensor_keys | object_keys)
     react(policy, str(contents.directory), lines, ())
-    problems = content_problems(tensors, contents.index, cast=options.cast == "allow")
+    problems = content_problems(tensors, known.index, cast=options.cast == "allow")
     if problems:
         raise MismatchError(f"{contents.directory}: {shortened(problems)}")
     view = RankView(
         tuple(shard.info for shard in local_shards([t.without_data() for t in parts.tensors])),
         tuple(one.without_data() for one in parts.objects),
     )
-    return _Request(parts, tensors, objects, unexpected, view)
+    return _Request(source, contents, known, parts, tensors, objects, unexpected, view)
 
 
 def _agree(
@@ -251,29 +335,46 @@ def _agree(
     return missing
 
 
-def _read(
-    request: _Request,
+def _read(request: _Request, options: LoadOptions, common: StateDict | None) -> StateDict:
+    """Fill the requested tensors, decode objects and put it all together. Every rank."""
+    source, contents = request.source, request.contents
+    options = replace(options, thread_count=source.thread_count or options.thread_count)
+    if source.read is None:
+        tensors, objects = read_leaves(request.tensors, request.objects, contents, options)
+    else:
+        tensors, objects = source.read(request.tensors, request.objects)
+    if common is None:
+        common = source.read_common() if source.read_common else read_common(contents, options)
+    check_unchanged(contents)
+    return merge_after_load(
+        request.parts,
+        common,
+        {id(one): value for one, value in zip(request.tensors, tensors, strict=True)},
+        {id(one): value for one, value in zip(request.objects, objects, strict=True)},
+    )
+
+
+def read_leaves(
+    tensors: Sequence[ShardedTensor],
+    objects: Sequence[ShardedObject],
     contents: CheckpointContents,
     options: LoadOptions,
-    common: StateDict | None,
-) -> StateDict:
-    """Fill the requested tensors, decode objects and put it all together. Every rank."""
-    filled = {id(tensor): _target(tensor) for tensor in request.tensors}
+) -> tuple[list[Any], list[Any]]:
+    """Return the data of tensors, filled in place where there is some, and of objects.
+
+    Not collective. The keys, shapes and dtypes have been compared before.
+    """
+    filled = [_target(tensor) for tensor in tensors]
     destinations = [
         Destination(
             tensor.key, wanted, view[wanted.relative_to(box).slices()] if box.shape else view
         )
-        for tensor in request.tensors
-        for box, view, wanted in _wanted(filled[id(tensor)], contents)
+        for tensor in filled
+        for box, view, wanted in _wanted(tensor, contents)
     ]
-    store = LocalStore(contents.directory)
-    read_into(destinations, contents.index, store, thread_count=options.thread_count)
-    objects = {id(one): read_object(one, contents, options) for one in request.objects}
-    tensors = {key: tensor.data for key, tensor in filled.items()}
-    if common is None:
-        common = read_common(contents, options)
-    check_unchanged(contents)
-    return merge_after_load(request.parts, common, tensors, objects)
+    read_into(destinations, contents.index, contents.directory, thread_count=options.thread_count)
+    values = [read_object(one, contents, options) for one in objects]
+    return [tensor.data for tensor in filled], values
 
 
 def _target(tensor: ShardedTensor) -> ShardedTensor:

@@ -20,7 +20,7 @@ from dist_ckpt._planning.index import CheckpointIndex
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-    from dist_ckpt._formats.torch_dist.contents import CheckpointContents
+    from dist_ckpt._formats.documents import CheckpointContents
     from dist_ckpt.types import StateDict
 
 __all__ = ["Prefixes", "adopt_torch_common", "adopt_torch_keys", "find_prefixes", "rename"]

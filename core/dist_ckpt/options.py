@@ -30,6 +30,7 @@ class SaveOptions:
             no checkpoint of ours wrote are kept beside the new one.
         staging_dir: Where the attempt directory is made; beside the target if None. Must be on the
             same file system.
+        backend: The format: ``torch_dist``, or ``zarr`` (zarr v3) for what reads arrays by itself.
         include_dir: Its entries are moved into the checkpoint before it is committed (rank 0's).
     """
 
@@ -37,12 +38,20 @@ class SaveOptions:
     timeout_secs: float = 1800.0
     verify_sharding: bool = True
     replace: Replace = "checkpoint"
+    backend: Literal["torch_dist", "zarr"] = "torch_dist"
     staging_dir: Path | None = None
     include_dir: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that no save can work with."""
         _check_positive(thread_count=self.thread_count, timeout_secs=self.timeout_secs)
+        if self.backend not in ("torch_dist", "zarr"):
+            raise ConfigError(f"backend must be 'torch_dist' or 'zarr', not {self.backend!r}.")
+
+    @property
+    def format(self) -> tuple[str, int]:
+        """Backend and version of the format."""
+        return self.backend, 2 if self.backend == "zarr" else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +95,7 @@ def checked_path(path: object) -> Path:
         found.as_posix().encode()
     except (TypeError, UnicodeEncodeError) as error:
         raise ConfigError(f"expected the path of a checkpoint, found {path!r}.") from error
-    if "\0" in str(found):
+    if "\0" in str(found) or path == "":
         raise ConfigError(f"expected the path of a checkpoint, found {path!r}.")
     return found
 

@@ -10,27 +10,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dist_ckpt._choice import chosen_common, chosen_save, chosen_source
 from dist_ckpt._comm import SingleCommunicator, default_communicator
-from dist_ckpt._formats.torch_dist.contents import check_unchanged
+from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._loading import (
+    LoadRequest,
+    check_indexed,
     open_checkpoint,
     open_together,
     read_common,
+    read_leaves,
     read_whole,
     run_load,
     stored_keys,
 )
 from dist_ckpt._planning.describe import local_shards
-from dist_ckpt._saving import run_save
-from dist_ckpt.errors import UnknownStrategyError
-from dist_ckpt.mapping import ShardedTensor
+from dist_ckpt._saving import PendingSave, SaveRequest, begin_save, run_save
+from dist_ckpt._state import split_for_load
+from dist_ckpt.dict_utils import dict_list_map_outplace, extract_matching_values
+from dist_ckpt.errors import CheckpointNotFoundError, ConfigError
+from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path, path_to_tell
+from dist_ckpt.strategies.async_utils import AsyncRequest
+from dist_ckpt.strategies.base import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    get_default_strategy,
+)
+from dist_ckpt.strategies.generic import StrategyFormat, async_request
 from dist_ckpt.validation import StrictHandling, StrictPolicy, check_sharding, parse_strict_flag
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-    from dist_ckpt.mapping import ShardedObject
+    from dist_ckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
 
 __all__ = [
@@ -38,34 +52,40 @@ __all__ = [
     "SaveOptions",
     "StrictHandling",
     "all_processes",
+    "get_default_load_sharded_strategy",
+    "get_default_save_sharded_strategy",
     "load",
     "load_common_state_dict",
+    "load_content_metadata",
     "load_plain_tensors",
     "load_sharded_metadata",
+    "load_sharded_objects",
     "load_tensors_metadata",
+    "remove_sharded_tensors",
     "save",
     "single_process",
     "validate_sharding_integrity",
 ]
 
-_BACKENDS = (None, ("torch_dist", 1))
-_COMMON_BACKENDS = (None, ("torch", 1), ("json", 1))
+_CONTENT_METADATA = "content_metadata"
 
 
-def save(
+def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: PathLike,
-    sharded_strategy: tuple[str, int] | None = None,
-    common_strategy: tuple[str, int] | None = None,
+    sharded_strategy: SaveShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: SaveCommonStrategy | tuple[str, int] | None = None,
     validate_access_integrity: bool = True,  # noqa: FBT001, FBT002 - the seeds' signature
+    async_sharded_save: bool = False,  # noqa: FBT001, FBT002 - the lineage's signature
+    preprocess_common_before_consistancy_check: Callable[[StateDict], StateDict] | None = None,
+    content_metadata: dict[str, Any] | None = None,
     *,
     communicator: Communicator | None = None,
     options: SaveOptions | None = None,
-) -> None:
+) -> AsyncRequest | None:
     """Save a sharded state dict as one checkpoint directory.
 
     Collective: all ranks of the default process group must call, with the same path.
-
     Sharded tensors are written by the ranks that hold them, each element once; everything else in
     the dict is the common part, of which rank 0's is stored. When this returns, the checkpoint is
     durable and visible; when it raises, it raises on every rank, nothing is committed, and an older
@@ -74,42 +94,70 @@ def save(
     Args:
         sharded_state_dict: Nested dicts and lists; ``ShardedTensor`` and its like as leaves.
         checkpoint_dir: The directory to make. An older checkpoint there is replaced in one step.
-        sharded_strategy: ``("torch_dist", 1)`` or None.
-        common_strategy: ``("torch", 1)``, ``("json", 1)`` or None; always stored as typed JSON.
+        sharded_strategy: A strategy or ``(backend, version)``, such as ``("zarr", 2)``; None for
+            ``options.backend``.
+        common_strategy: Likewise; None for typed JSON.
         validate_access_integrity: Check that main replicas tile every tensor exactly.
+        async_sharded_save: Copy the data and return what writes and commits, for an
+            ``AsyncCallsQueue``; nothing is visible before it is finalised.
+        preprocess_common_before_consistancy_check: Accepted, without effect: the common parts of
+            ranks are not compared, rank 0's is stored.
+        content_metadata: Stored beside the state, see ``load_content_metadata``.
         communicator: The ranks, if not those of the default process group.
         options: Further choices.
+
+    Returns:
+        None; the request if ``async_sharded_save``.
 
     Raises:
         InvalidShardingError: Shards overlap, leave gaps or disagree between ranks.
         StorageError: A write failed, or the target holds something else than a checkpoint.
         CoordinationError: Ranks failed, vanished or made different calls.
+        UnknownStrategyError: Nobody handles the backend, or its package is not installed.
     """
+    del preprocess_common_before_consistancy_check
     options = options or SaveOptions()
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
+    check_coverage = validate_access_integrity and options.verify_sharding
+    target = path_to_tell(checkpoint_dir)
 
-    def build() -> ShardedStateDict:
-        _check_backend(sharded_strategy, common_strategy)
+    def build() -> SaveRequest:
         checked_path(checkpoint_dir)  # what is no path on one rank is told to all
-        return sharded_state_dict
+        state = _with_content_metadata(sharded_state_dict, content_metadata)
+        return chosen_save(sharded_strategy, common_strategy, options, state)
 
-    run_save(
-        build,
-        path_to_tell(checkpoint_dir),
-        comm,
-        options,
-        check_coverage=validate_access_integrity and options.verify_sharding,
-    )
+    if not async_sharded_save:
+        run_save(build, target, comm, options, check_coverage=check_coverage)
+        return None
+    return _later(begin_save(build, target, comm, options, check_coverage=check_coverage))
 
 
-def load(
+def _later(pending: PendingSave) -> AsyncRequest:
+    """Return a planned save as a request, with its data copied. Collective."""
+    if isinstance(pending.format, StrategyFormat):
+        return async_request(pending, pending.format)
+    pending.stage()
+    return AsyncRequest(pending.write, (), [pending.commit])
+
+
+def _with_content_metadata(
+    state_dict: ShardedStateDict, content_metadata: dict[str, Any] | None
+) -> ShardedStateDict:
+    if content_metadata is None:
+        return state_dict
+    if _CONTENT_METADATA in state_dict:
+        raise ConfigError(f"{_CONTENT_METADATA!r} is in the state dict and was given beside it.")
+    return {**state_dict, _CONTENT_METADATA: content_metadata}
+
+
+def load(  # noqa: PLR0917 - the lineage's signature
     sharded_state_dict: ShardedStateDict,
     checkpoint_dir: PathLike,
-    sharded_strategy: tuple[str, int] | None = None,
-    common_strategy: tuple[str, int] | None = None,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
     validate_access_integrity: bool = True,  # noqa: FBT001, FBT002 - the seeds' signature
-    *,
     strict: StrictHandling | str = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
     communicator: Communicator | None = None,
     options: LoadOptions | None = None,
 ) -> Any:
@@ -122,9 +170,10 @@ def load(
 
     Args:
         sharded_state_dict: The request; its containers are not changed.
-        checkpoint_dir: A committed checkpoint of ours, or one written by torch's DCP.
-        sharded_strategy: ``("torch_dist", 1)`` or None.
-        common_strategy: ``("torch", 1)``, ``("json", 1)`` or None.
+        checkpoint_dir: A committed checkpoint of ours, or one written by torch's DCP or by
+            Megatron-Core.
+        sharded_strategy: A strategy or ``(backend, version)``; None for what the checkpoint says.
+        common_strategy: Likewise.
         validate_access_integrity: Check that the main replicas of all ranks' requests tile every
             tensor exactly; False for partial or overlapping reads.
         strict: What to do about keys that only one side has.
@@ -140,25 +189,22 @@ def load(
         MismatchError: Keys, shapes or dtypes do not agree.
         CorruptedCheckpointError: The files are damaged.
         UnsafeContentError: A value needs ``LoadOptions(allow_pickle=True)``.
+        UnknownStrategyError: Nobody reads the format, or the given strategy does not.
     """
     options = options or LoadOptions()
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
 
-    def check() -> None:
-        _check_backend(sharded_strategy, common_strategy)
-        checked_path(checkpoint_dir)  # what is no path on one rank is told to all
-        parse_strict_flag(strict)
-
-    contents = open_together(path_to_tell(checkpoint_dir), comm, check=check)
+    # What is no path or no flag on one rank is told to all.
+    arguments = lambda: (checked_path(checkpoint_dir), parse_strict_flag(strict))  # noqa: E731
+    contents = open_together(path_to_tell(checkpoint_dir), comm, check=arguments)
     policy = StrictPolicy.of(parse_strict_flag(strict))
-    result = run_load(
-        lambda: sharded_state_dict,
-        contents,
-        comm,
-        options,
-        policy,
-        check_coverage=validate_access_integrity,
-    )
+
+    def build() -> LoadRequest:
+        source = chosen_source(sharded_strategy, common_strategy, contents, options)
+        return LoadRequest(state_dict=sharded_state_dict, source=source)
+
+    coverage = validate_access_integrity
+    result = run_load(build, contents, comm, options, policy, check_coverage=coverage)
     if policy.reaction == "return":
         return result.state_dict, set(result.missing), set(result.unexpected)
     return result.state_dict
@@ -173,30 +219,59 @@ def load_common_state_dict(
         CheckpointNotFoundError: Nothing there.
         UnsafeContentError: A value needs ``LoadOptions(allow_pickle=True)``.
     """
-    return read_common(open_checkpoint(Path(checkpoint_dir)), options or LoadOptions())
+    options = options or LoadOptions()
+    contents = open_checkpoint(Path(checkpoint_dir))
+    # The strategy of the sharded part is not needed, nor its package.
+    strategy = chosen_common(None, contents, options)
+    if strategy is None:
+        return read_common(contents, options)
+    return strategy.load_common(contents.directory)
+
+
+def load_content_metadata(
+    checkpoint_dir: PathLike | None = None, *, preloaded_state_dict: StateDict | None = None
+) -> dict[str, Any] | None:
+    """Return what was given to ``save`` as ``content_metadata``, or None. Not collective.
+
+    Args:
+        checkpoint_dir: The checkpoint to read it from.
+        preloaded_state_dict: A state dict that was loaded, to take it from instead.
+
+    Raises:
+        ConfigError: Neither was given.
+    """
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise ConfigError("Both checkpoint_dir and preloaded_state_dict are None.")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    found: dict[str, Any] | None = preloaded_state_dict.get(_CONTENT_METADATA)
+    return found
 
 
 def load_tensors_metadata(
-    checkpoint_dir: PathLike, sharded_strategy: tuple[str, int] | None = None
+    checkpoint_dir: PathLike,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
 ) -> dict[str, ShardedTensor]:
     """Return every stored tensor as an unsharded ``ShardedTensor`` without data, by key.
 
     Not collective.
     """
-    _check_backend(sharded_strategy, None)
-    found = stored_keys(open_checkpoint(Path(checkpoint_dir)))
+    found = load_sharded_metadata(checkpoint_dir, sharded_strategy)
     return {key: one for key, one in found.items() if isinstance(one, ShardedTensor)}
 
 
 def load_sharded_metadata(
-    checkpoint_dir: PathLike, sharded_strategy: tuple[str, int] | None = None
+    checkpoint_dir: PathLike,
+    sharded_strategy: LoadShardedStrategy | tuple[str, int] | None = None,
+    common_strategy: LoadCommonStrategy | tuple[str, int] | None = None,
 ) -> dict[str, ShardedTensor | ShardedObject]:
     """Return every stored tensor and sharded object without data; objects by unique key.
 
     Not collective.
     """
-    _check_backend(sharded_strategy, None)
-    return stored_keys(open_checkpoint(Path(checkpoint_dir)))
+    contents = open_checkpoint(Path(checkpoint_dir))
+    source = chosen_source(sharded_strategy, common_strategy, contents, LoadOptions())
+    return dict(source.stored() if source.stored else stored_keys(contents))
 
 
 def load_plain_tensors(
@@ -205,12 +280,91 @@ def load_plain_tensors(
     """Return every stored tensor, whole, on the CPU; the common part is not included.
 
     Not collective: each process that calls reads all of it.
+
+    Raises:
+        UnknownStrategyError: The checkpoint is of a third party's format.
     """
     contents = open_checkpoint(Path(checkpoint_dir))
+    check_indexed(contents)
     keys = [key for key, one in stored_keys(contents).items() if isinstance(one, ShardedTensor)]
     tensors = read_whole(contents, keys, options or LoadOptions())
     check_unchanged(contents)
     return dict(zip(keys, tensors, strict=True))
+
+
+def load_sharded_objects(
+    sharded_state_dict: ShardedStateDict,
+    checkpoint_dir: PathLike,
+    *,
+    options: LoadOptions | None = None,
+) -> tuple[StateDict, StateDict]:
+    """Load the sharded objects of a request. Not collective.
+
+    Returns:
+        The objects in the request's nesting, and the rest of the request.
+
+    Raises:
+        CheckpointNotFoundError: ``Object shard ... not found``, with all that are not there.
+        UnsafeContentError: A value needs ``LoadOptions(allow_pickle=True)``.
+    """
+    options = options or LoadOptions()
+    contents = open_checkpoint(Path(checkpoint_dir))
+    objects = split_for_load(sharded_state_dict).objects
+    stored = load_sharded_metadata(checkpoint_dir)
+    lacking = [one.unique_key for one in objects if one.unique_key not in stored]
+    if lacking:
+        raise CheckpointNotFoundError(
+            f"{contents.directory}: Object shard {', '.join(lacking)} not found."
+        )
+    source = chosen_source(None, None, contents, options)
+    read = source.read or (lambda t, o: read_leaves(t, o, contents, options))
+    _, values = read([], objects)
+    by_id = {id(one): value for one, value in zip(objects, values, strict=True)}
+    found, rest = extract_matching_values(
+        sharded_state_dict, lambda leaf: isinstance(leaf, ShardedObject)
+    )
+    check_unchanged(contents)
+    loaded: Any = dict_list_map_outplace(lambda leaf: by_id[id(leaf)], found)
+    return loaded, rest  # type: ignore[return-value]  # the request is a dict, so are its parts
+
+
+def remove_sharded_tensors(checkpoint_dir: PathLike, key_prefix: str) -> None:
+    """Remove all tensors whose key starts with ``key_prefix``. Call it on one rank.
+
+    The checkpoint is replaced in one step by one without them.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint of ours is there.
+    """
+    contents = open_checkpoint(Path(checkpoint_dir))
+    strategy = get_default_strategy(StrategyAction.LOAD_SHARDED, *contents.backend)
+    strategy.remove_sharded_tensors(Path(checkpoint_dir), key_prefix)
+
+
+def get_default_save_sharded_strategy(
+    backend: str = "torch_dist", version: int = 1
+) -> SaveShardedStrategy:
+    """Return the strategy that saves the sharded part as ``backend``.
+
+    Raises:
+        UnknownStrategyError: Nobody does.
+    """
+    found: SaveShardedStrategy = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    return found
+
+
+def get_default_load_sharded_strategy(checkpoint_dir: PathLike) -> LoadShardedStrategy:
+    """Return the strategy that loads the sharded part of a checkpoint. Not collective.
+
+    Raises:
+        CheckpointNotFoundError: Nothing there.
+        UnknownStrategyError: Nobody reads its format.
+    """
+    contents = open_checkpoint(Path(checkpoint_dir))
+    found: LoadShardedStrategy = get_default_strategy(
+        StrategyAction.LOAD_SHARDED, *contents.backend
+    )
+    return found
 
 
 def validate_sharding_integrity(
@@ -243,11 +397,3 @@ def all_processes(*, timeout_secs: float = 1800.0) -> Communicator:
 def single_process() -> Communicator:
     """Return the communicator of this process alone, to save or load without the other ranks."""
     return SingleCommunicator()
-
-
-def _check_backend(sharded: tuple[str, int] | None, common: tuple[str, int] | None) -> None:
-    if sharded not in _BACKENDS or common not in _COMMON_BACKENDS:
-        raise UnknownStrategyError(
-            f"Cannot find a strategy for: sharded {sharded!r}, common {common!r}.",
-            hint="this release has ('torch_dist', 1).",
-        )

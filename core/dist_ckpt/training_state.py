@@ -22,8 +22,11 @@ import torch
 
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._engine.commit import forget_aside, remove_tree
-from dist_ckpt._formats.torch_dist.contents import check_unchanged
+from dist_ckpt._formats.documents import check_unchanged
+from dist_ckpt._formats.native import new_format
 from dist_ckpt._loading import (
+    LoadRequest,
+    check_indexed,
     open_checkpoint,
     open_together,
     read_common,
@@ -33,7 +36,7 @@ from dist_ckpt._loading import (
     stored_keys,
 )
 from dist_ckpt._names import adopt_torch_common, adopt_torch_keys, find_prefixes, rename
-from dist_ckpt._saving import run_save
+from dist_ckpt._saving import SaveRequest, run_save
 from dist_ckpt.derive import (
     load_optimizer_state,
     model_layout,
@@ -50,7 +53,7 @@ from dist_ckpt.validation import StrictPolicy, shortened
 if TYPE_CHECKING:
     from torch import nn
 
-    from dist_ckpt._formats.torch_dist.contents import CheckpointContents
+    from dist_ckpt._formats.documents import CheckpointContents
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
 
 __all__ = [
@@ -114,9 +117,9 @@ def save_training_state(
     options = options or SaveOptions()
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
 
-    def build() -> ShardedStateDict:
+    def build() -> SaveRequest:
         checked_path(checkpoint_dir)  # what is no path on one rank is told to all
-        return _tree(state, comm)
+        return SaveRequest(state_dict=_tree(state, comm), format=new_format(*options.format))
 
     target = path_to_tell(checkpoint_dir)
     run_save(build, target, comm, options, check_coverage=options.verify_sharding)
@@ -205,6 +208,7 @@ class CheckpointView:
         contents = open_together(
             path_to_tell(checkpoint_dir), comm, check=lambda: checked_path(checkpoint_dir)
         )
+        check_indexed(contents)
         read = functools.cache(lambda: read_common(contents, options))
         comm.map_reduce(f"reading {checkpoint_dir}", lambda: read() is None, lambda _: None)
         common = read()
@@ -253,7 +257,7 @@ class CheckpointView:
         prefix = f"models.{i}."
         self._align(i, model)
         result = run_load(
-            lambda: {"models": {str(i): self._model_request(i, model)}},
+            lambda: LoadRequest(state_dict={"models": {str(i): self._model_request(i, model)}}),
             self._contents,
             self._comm,
             self._options,
@@ -364,11 +368,11 @@ class CheckpointView:
         saved = self._tree.get("optimizers", {}).get(str(j), {})
         prefix = f"optimizers.{j}."
 
-        def build() -> ShardedStateDict:
+        def build() -> LoadRequest:
             template = optimizer_template(
                 optimizer, layouts(), prefix=prefix, metadata=self._stored, saved=saved
             )
-            return {"optimizer": template}
+            return LoadRequest(state_dict={"optimizer": template})
 
         result = run_load(
             build,

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_ckpt import CheckpointingException, ShardedTensor, _saving, load, save
+from dist_ckpt import CheckpointingException, ShardedTensor, load, save
+from dist_ckpt._formats.torch_dist import format as torch_dist
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailedError
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.types import Communicator
@@ -149,9 +150,13 @@ def test_a_rank_that_dies_between_planning_and_writing(
 
 
 def _view(comm: Communicator) -> object:
-    from dist_ckpt._saving import _prepare
+    from dist_ckpt._formats.native import new_format
+    from dist_ckpt._saving import SaveRequest, _prepare
 
-    return _prepare(state(comm.rank, comm.size, 2.0), comm.rank).view
+    request = SaveRequest(
+        state_dict=state(comm.rank, comm.size, 2.0), format=new_format("torch_dist", 1)
+    )
+    return _prepare(request, comm.rank).view
 
 
 def test_ranks_in_different_calls_are_told(tmp_path: Path) -> None:
@@ -177,9 +182,9 @@ def test_what_was_not_written_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that returns without proof of each planned chunk fails the save."""
-    original, here = _saving.write_shards, on_thread_of(1)
+    original, here = torch_dist.write_shards, on_thread_of(1)
     monkeypatch.setattr(
-        _saving, "write_shards", lambda *a, **k: original(*a, **k) if not here() else []
+        torch_dist, "write_shards", lambda *a, **k: original(*a, **k) if not here() else []
     )
 
     errors = ThreadWorld(2).errors(lambda comm: save_at(tmp_path / "c", comm, 1.0))

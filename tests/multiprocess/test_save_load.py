@@ -20,7 +20,7 @@ from dist_ckpt import (
     load_tensors_metadata,
     save,
 )
-from dist_ckpt._formats.torch_dist.contents import open_contents
+from dist_ckpt._formats.opening import open_contents
 from tests.multiprocess._world import run_ranks
 
 pytestmark = pytest.mark.multiprocess

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt import ShardedTensor, load, load_plain_tensors, save
-from dist_ckpt._formats.torch_dist.contents import open_contents
+from dist_ckpt._formats.opening import open_contents
 from dist_ckpt._geometry import Box
 from dist_ckpt.storage import Extent, LocalStore
 from dist_ckpt.testing import ThreadWorld

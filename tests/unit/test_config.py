@@ -127,7 +127,7 @@ CASES = (
     Case(id="wrong-type", text="enabled: 'yes'", says=("enabled", "a valid boolean", "found 'yes'")),
     Case(id="bool-is-no-count", text="thread_count: true", says=("a valid integer", "found True")),
     Case(id="null", text="thread_count:", says=("thread_count", "found None")),
-    Case(id="unknown-backend", text="backend: zarr", says=("backend", "'torch_dist'", "found 'zarr'")),
+    Case(id="unknown-backend", text="backend: zip", says=("backend", "'torch_dist'", "found 'zip'")),
     Case(id="all-at-once", text="dist_ckpt: {enabeld: true, thread_count: 0, timeout_secs: -1}",
          says=("'enabled'", "found 0", "found -1")),
     Case(id="no-mapping", text="- enabled", says=("{path}: expected keys and values", "['enabled']")),

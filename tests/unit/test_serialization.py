@@ -563,7 +563,7 @@ def test_gaps(tmp_path: Path) -> None:
 
 def test_objects_must_be_complete(tmp_path: Path) -> None:
     """Cells that are missing or there twice are an error by name."""
-    with pytest.raises(InvalidShardingError, match="'o': 1 ShardedObject are missing"):
+    with pytest.raises(InvalidShardingError, match="1 ShardedObject are missing. Key 'o'"):
         save({"o": ShardedObject("o", 1, (2,), (0,))}, tmp_path / "c")
     twice = [ShardedObject("o", i, (1,), (0,)) for i in (1, 2)]
     with pytest.raises(InvalidShardingError, match="Duplicate ShardedObject keys"):
@@ -675,16 +675,23 @@ def test_other_peoples_directories_are_not_replaced(tmp_path: Path) -> None:
 
 
 def test_strategies(tmp_path: Path) -> None:
-    """The known names are accepted, others are told."""
-    state = {"x": shard("x", torch.ones(2))}
+    """The known names are accepted, others are told; a strategy that does not fit is refused."""
+    state = {"x": shard("x", torch.ones(2)), "step": 3}
     save(state, tmp_path / "c", ("torch_dist", 1), ("torch", 1))
-    load(state, tmp_path / "c", ("torch_dist", 1), ("torch", 1))
+    loaded = load(state, tmp_path / "c", ("torch_dist", 1), ("torch", 1))
+    assert loaded["step"] == 3
 
-    for arguments in ((("zarr", 1), None), (None, ("zarr", 1)), (("torch_dist", 2), None)):
+    for arguments in ((("zarr", 3), None), (None, ("zarr", 1)), (("torch_dist", 2), None)):
         with pytest.raises(UnknownStrategyError, match=r"zarr|2"):
             save(state, tmp_path / "d", *arguments)
         with pytest.raises(UnknownStrategyError, match=r"zarr|2"):
             load(state, tmp_path / "c", *arguments)
+    with pytest.raises(UnknownStrategyError, match="reads 'zarr', not 'torch_dist'"):
+        load(state, tmp_path / "c", ("zarr", 1))
+    with pytest.raises(UnknownStrategyError, match="reads 'json', not 'torch'"):
+        load(state, tmp_path / "c", None, ("json", 1))
+    with pytest.raises(ConfigError, match="a strategy is a SaveShardedStrategy"):
+        save(state, tmp_path / "d", "torch_dist")  # type: ignore[arg-type]
     assert not (tmp_path / "d").exists()
 
 

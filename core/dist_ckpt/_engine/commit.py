@@ -209,17 +209,37 @@ def _exchange(a: Path, b: Path) -> None:
 
 def _carry_over(old: Path, new: Path, old_files: Collection[str]) -> None:
     """Link (or copy) the user's files of ``old`` into ``new``, before the names are swapped."""
-    for entry in sorted(os.scandir(old), key=lambda e: e.name):
-        destination = new / entry.name
-        if entry.name in old_files or os.path.lexists(destination):
+    folders = {parent for name in old_files for parent in _parents(name)}
+    _carry_folder(old, new, "", old_files, folders)
+    fsync_directory(new)
+
+
+def _carry_folder(
+    old: Path, new: Path, inside: str, old_files: Collection[str], folders: Collection[str]
+) -> None:
+    """Carry over one folder: those of the old checkpoint itself (``folders``) are looked into."""
+    for entry in sorted(os.scandir(old / inside), key=lambda e: e.name):
+        name = f"{inside}{entry.name}"
+        destination = new / name
+        if name in old_files:
             continue
+        if entry.is_dir(follow_symlinks=False) and name in folders:
+            _carry_folder(old, new, f"{name}/", old_files, folders)
+            continue
+        if os.path.lexists(destination):
+            continue
+        destination.parent.mkdir(parents=True, exist_ok=True)
         if entry.is_dir(follow_symlinks=False):
             shutil.copytree(entry.path, destination, symlinks=True, copy_function=_link_or_copy)
         elif entry.is_symlink():
             destination.symlink_to(Path(entry.path).readlink())
         else:
             _link_or_copy(entry.path, os.fspath(destination))
-    fsync_directory(new)
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split("/")
+    return ["/".join(parts[:n]) for n in range(1, len(parts))]
 
 
 def _link_or_copy(source: str, destination: str) -> str:

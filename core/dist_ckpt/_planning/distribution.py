@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from dist_ckpt._geometry import Box, split_box
 from dist_ckpt._planning.describe import dtype_from_name
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from dist_ckpt._planning.describe import ShardInfo
 
-__all__ = ["CHUNK_NBYTES", "WriteItem", "assign_writers"]
+__all__ = ["CHUNK_NBYTES", "Split", "WriteItem", "assign_writers", "writers_of_boxes"]
+
+Split: TypeAlias = "Callable[[str, Box, int, int], Iterable[Box]]"
+"""``(key, box, itemsize, max_nbytes)`` -> the pieces of the box that are shared out."""
 
 CHUNK_NBYTES = 256 << 20
 """Largest stored chunk: well below the 4 GiB where zip needs its 64-bit records."""
@@ -43,25 +46,27 @@ class _Task:
     holders: tuple[tuple[int, int], ...]  # (rank, index of the shard on that rank)
 
 
-def assign_writers(views: Sequence[Sequence[ShardInfo]]) -> list[list[WriteItem]]:
+def assign_writers(
+    views: Sequence[Sequence[ShardInfo]], *, split: Split | None = None
+) -> list[list[WriteItem]]:
     """Return for each rank the boxes it writes; every distinct box goes to exactly one rank.
 
     Args:
         views: Each rank's shards, in rank order.
+        split: How boxes are cut into what goes to one rank; by size alone if None. What it leaves
+            out of a box is written by nobody.
 
     The result depends on the descriptions alone: ties go to the lowest rank, never to hash order.
     Boxes without elements are written by nobody.
     """
     fixed: list[_Task] = []
     free: list[_Task] = []
-    for (key, box), holders in sorted(_holders(views).items()):
-        candidates = _candidates(views, holders)
-        if not candidates:
-            continue
+    for key, box, candidates in writers_of_boxes(views):
         itemsize = dtype_from_name(views[candidates[0][0]][candidates[0][1]].dtype).itemsize
         limit = _SPREAD_NBYTES if len(candidates) > 1 else CHUNK_NBYTES
-        for piece in split_box(box, itemsize, limit):
-            task = _Task(key, piece, piece.numel * itemsize, tuple(candidates))
+        pieces = split(key, box, itemsize, limit) if split else split_box(box, itemsize, limit)
+        for piece in pieces:
+            task = _Task(key, piece, piece.numel * itemsize, candidates)
             (free if len(candidates) > 1 else fixed).append(task)
     load = [0] * len(views)
     plans: list[list[WriteItem]] = [[] for _ in views]
@@ -71,6 +76,20 @@ def assign_writers(views: Sequence[Sequence[ShardInfo]]) -> list[list[WriteItem]
         load[rank] += task.nbytes
         plans[rank].append(WriteItem(index, task.box))
     return plans
+
+
+def writers_of_boxes(
+    views: Sequence[Sequence[ShardInfo]],
+) -> Iterator[tuple[str, Box, tuple[tuple[int, int], ...]]]:
+    """Yield each distinct box with elements, sorted, and who may write it.
+
+    Yields ``(key, box, writers)``; a writer is ``(rank, index of the shard on that rank)``, in rank
+    order. Boxes that nobody writes are left out.
+    """
+    for (key, box), holders in sorted(_holders(views).items()):
+        candidates = _candidates(views, holders)
+        if candidates:
+            yield key, box, tuple(candidates)
 
 
 def _holders(

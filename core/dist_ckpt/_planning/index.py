@@ -1,6 +1,6 @@
 """What a checkpoint holds: keys, shapes, dtypes, and where each stored chunk lies.
 
-Here: the index as frozen data, with its JSON form. Not here: other formats' metadata .
+Here: the index as frozen data, with its JSON form. Not here: other formats' metadata.
 Built by rank 0 at the end of a save; read by rank 0 at the start of a load and sent to all.
 """
 
@@ -18,25 +18,58 @@ from dist_ckpt.errors import CorruptedCheckpointError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CheckpointIndex", "StoredChunk", "StoredTensor"]
+__all__ = ["CheckpointIndex", "StoredBytes", "StoredChunk", "StoredTensor"]
 
 INDEX_VERSION = 1
 _MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 """What reading a document of the wrong shape raises."""
 
-Encoding: TypeAlias = Literal["raw", "torch_zip"]
-"""``raw``: row-major bytes at the position; ``torch_zip``: a whole ``torch.save`` record."""
+Encoding: TypeAlias = Literal["raw", "torch_zip", "zarr2", "zarr3"]
+"""``raw``: row-major bytes at the position; ``torch_zip``: a whole ``torch.save`` record; ``zarr2``
+and ``zarr3``: the box of an array, whose directory is the file, with position 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """One box of a tensor, stored in one place."""
+    """One box of a tensor, stored in one place.
+
+    Attributes:
+        box: Which elements of the tensor.
+        file: Where they are, relative to the checkpoint's directory.
+        position: First byte in the file.
+        nbytes: Bytes from there on that belong to the chunk or to the record around it.
+        encoding: What those bytes are.
+        record_shape: Shape of the tensor in the record, where it is not the box's.
+        record_start: First element of the box in that tensor, flattened; the box is row-major and
+            contiguous there.
+    """
 
     box: Box
     file: str
     position: int
     nbytes: int
     encoding: Encoding = "raw"
+    record_shape: tuple[int, ...] | None = None
+    record_start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """A pickled object of another writer: a ``torch.save`` record of anything.
+
+    Attributes:
+        file: Where it is, relative to the checkpoint's directory.
+        position: First byte of the record.
+        nbytes: Size of the record.
+        in_list: Whether the record is a list with the object in it.
+        doubt: Why it is not certain that the record is this object; empty if it is.
+    """
+
+    file: str
+    position: int
+    nbytes: int
+    in_list: bool = False
+    doubt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class DistCkptConfig(BaseModel):
 
     Attributes:
         enabled: Whether checkpoints are ours at all; false leaves the framework as it is.
-        backend: The format of the sharded part on disk.
+        backend: The format on disk: files of torch's DCP, or zarr arrays.
         thread_count: Threads that write or read files, on each rank.
         timeout_secs: How long ranks wait for each other before the missing ones are named.
         allow_pickle: Whether pickled values are loaded. They can run any code: trust the source.
@@ -28,7 +28,7 @@ class DistCkptConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     enabled: bool = True
-    backend: Literal["torch_dist"] = "torch_dist"
+    backend: Literal["torch_dist", "zarr"] = "torch_dist"
     thread_count: Annotated[int, Field(ge=1, le=64)] = 2
     timeout_secs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1800.0
     allow_pickle: bool = False

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt.storage.base import Extent
 
-__all__ = ["LocalStore", "fsync_directory", "storage_errors"]
+__all__ = ["LocalStore", "fsync_directory", "hint_of_errno", "storage_errors"]
 
 _MAX_IO_NBYTES = 1 << 30
 """read(2) and write(2) move at most 0x7ffff000 bytes a call on Linux; stay below it."""
@@ -150,6 +150,11 @@ _HINTS = {
 }
 
 
+def hint_of_errno(code: int) -> str | None:
+    """Return what a user can do about an error of the system, None if that is not known."""
+    return _HINTS.get(code)
+
+
 @contextmanager
 def storage_errors(action: str, path: Path) -> Iterator[None]:
     """Turn an ``OSError`` into the error of our tree that names action, path and errno."""
@@ -162,5 +167,6 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
     except OSError as error:
         code = errno.errorcode.get(error.errno or 0, "?")
         raise StorageError(
-            f"cannot {action} {path}: {error.strerror} ({code}).", hint=_HINTS.get(error.errno or 0)
+            f"cannot {action} {path}: {error.strerror} ({code}).",
+            hint=hint_of_errno(error.errno or 0),
         ) from error

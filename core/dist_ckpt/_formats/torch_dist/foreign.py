@@ -1,55 +1,64 @@
-"""Objects that other writers left in their checkpoints, as ``torch.save`` records.
+"""What other writers left in their checkpoints beside tensors, as ``torch.save`` records.
 
-Here: reading them with ``weights_only=True``, or unguarded when the caller allows it. Not here:
-our own objects (``objects``). Runs on every rank for itself.
+Here: finding and reading the common part and objects. Not here: unpickling (``unpickle``), our own
+objects (``_formats.objects``). Runs on every rank for itself.
 """
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from dist_ckpt.errors import CorruptedCheckpointError, UnsafeContentError
+from dist_ckpt._formats.torch_dist.mcore import is_common_state, is_object_key
+from dist_ckpt._formats.torch_dist.unpickle import unpickled
+from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import Extent, LocalStore
+from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dist_ckpt._formats.torch_dist.contents import CheckpointContents
-    from dist_ckpt._formats.torch_dist.metadata import StoredBytes
+    from dist_ckpt._formats.documents import CheckpointContents
+    from dist_ckpt._planning.index import StoredBytes
     from dist_ckpt.types import StateDict
 
-__all__ = ["COMMON_PT", "foreign_common", "read_foreign_object"]
+__all__ = ["COMMON_PT", "foreign_common", "read_foreign_object", "sharded_object_keys"]
 
 COMMON_PT = "common.pt"
 _MAX_NBYTES = 1 << 31
-_OBJECT_MARK = "/shard_"
+_MAX_LIST_LENGTH = 1 << 20
+
+
+def sharded_object_keys(contents: CheckpointContents) -> list[str]:
+    """Return the unique keys of the sharded objects of another writer.
+
+    The common part, which newer Megatron-Core stores in the same form, is none of them.
+    """
+    return [key for key in contents.objects if is_object_key(key) and not is_common_state(key)]
 
 
 def foreign_common(contents: CheckpointContents, *, allow_pickle: bool) -> StateDict:
-    """Return what another writer stored beside tensors: ``common.pt`` and DCP's byte objects.
+    """Return what another writer stored as one for all ranks.
 
-    Objects stand at the nested path that the writer noted for their flat key. Sharded objects of
-    Megatron-Core (``key/shard_...``) are not common and are left out.
+    That is ``common.pt``, or the sharded object ``common_state`` of newer Megatron-Core, which wins
+    where both are there: it belongs to the newer save. Byte objects of DCP stand at the nested path
+    that the writer noted for their flat key. Other sharded objects are not common.
+
+    Raises:
+        UnsafeContentError: It needs more than tensors and plain values, and pickle is not allowed.
+        CorruptedCheckpointError: It is no dict, or paths contradict each other.
     """
-    common: StateDict = {}
-    store = LocalStore(contents.directory)
-    if store.nbytes(COMMON_PT) is not None:
-        data = store.read(COMMON_PT, max_nbytes=_MAX_NBYTES)
-        where = contents.directory / COMMON_PT
-        common = _unpickled(data, str(where), where, allow_pickle=allow_pickle)
+    common = _common_dict(contents, allow_pickle=allow_pickle)
     for key, stored in contents.objects.items():
-        if _OBJECT_MARK not in key:
-            value = read_foreign_object(contents.directory, key, stored, allow_pickle=allow_pickle)
-            try:
-                _place(common, contents.paths.get(key, (key,)), value)
-            except (AttributeError, TypeError, ValueError, IndexError) as error:
-                raise CorruptedCheckpointError(
-                    f"{contents.directory}: the path of {key!r} does not fit those of other keys "
-                    f"({error})."
-                ) from error
+        if is_object_key(key):
+            continue
+        value = read_foreign_object(contents.directory, key, stored, allow_pickle=allow_pickle)
+        try:
+            _place(common, contents.paths.get(key, (key,)), value)
+        except (AttributeError, TypeError, ValueError, IndexError) as error:
+            raise CorruptedCheckpointError(
+                f"{contents.directory}: the path of {key!r} does not fit those of other keys "
+                f"({error})."
+            ) from error
     return common
 
 
@@ -60,29 +69,42 @@ def read_foreign_object(
 
     Raises:
         UnsafeContentError: It needs more than tensors and plain values, and pickle is not allowed.
+        CorruptedCheckpointError: It is no record, or it is not certain which object it is.
     """
+    where = directory / stored.file
+    if stored.doubt:
+        raise CorruptedCheckpointError(f"{key!r} in {where}: {stored.doubt}.")
     data = bytearray(stored.nbytes)
     extent = Extent(stored.position, memoryview(data))
     LocalStore(directory).read_ranges(stored.file, [extent])
-    return _unpickled(bytes(data), key, directory / stored.file, allow_pickle=allow_pickle)
+    value = unpickled(bytes(data), what=key, where=str(where), allow_pickle=allow_pickle)
+    if stored.in_list and isinstance(value, list) and value:
+        return value[0]  # the replicas of one shard on one rank: they are the same
+    return value
 
 
-def _unpickled(data: bytes, what: str, where: Path, *, allow_pickle: bool) -> Any:
-    import pickle  # noqa: PLC0415 - for the name of its error only
-
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
-    except pickle.UnpicklingError as error:
-        if not allow_pickle:
-            reason = str(error).split("\n", maxsplit=1)[0]
-            raise UnsafeContentError(
-                f"{what!r} in {where} is pickled and holds more than tensors and plain values "
-                f"({reason}).",
-                hint="allow_pickle=True loads it, which runs code from the checkpoint.",
-            ) from error
-        raise CorruptedCheckpointError(f"{what!r} in {where}: {error}") from error
-    except Exception as error:  # a torn record makes torch raise almost anything
-        raise CorruptedCheckpointError(f"{what!r} in {where}: not a record ({error}).") from error
+def _common_dict(contents: CheckpointContents, *, allow_pickle: bool) -> StateDict:
+    store = LocalStore(contents.directory)
+    states = sorted(key for key in contents.objects if is_common_state(key))
+    if len(states) > 1:
+        raise CorruptedCheckpointError(
+            f"{contents.directory}: {shortened(states)}: the common part is stored several times."
+        )
+    if states:
+        (where,) = states
+        stored = contents.objects[where]
+        common = read_foreign_object(contents.directory, where, stored, allow_pickle=allow_pickle)
+    elif store.nbytes(COMMON_PT) is not None:
+        data = store.read(COMMON_PT, max_nbytes=_MAX_NBYTES)
+        where = str(contents.directory / COMMON_PT)
+        common = unpickled(data, what=COMMON_PT, where=where, allow_pickle=allow_pickle)
+    else:
+        return {}
+    if not isinstance(common, dict):
+        raise CorruptedCheckpointError(
+            f"{contents.directory}: {where} holds a {type(common).__name__}, not a dict."
+        )
+    return common
 
 
 def _place(tree: StateDict, path: tuple[str | int, ...], value: object) -> None:
@@ -104,7 +126,7 @@ def _child(node: Any, part: str | int, fresh: Any) -> Any:
 def _set(node: Any, part: str | int, value: object) -> None:
     if isinstance(node, list):
         index = int(part)
-        if not 0 <= index < 1 << 20:
+        if not 0 <= index < _MAX_LIST_LENGTH:
             raise CorruptedCheckpointError(f"list index {index} in the metadata")
         node.extend([None] * (index + 1 - len(node)))
         node[index] = value

@@ -2,7 +2,8 @@
 
 Here: the pickle of DCP's ``Metadata`` dataclass (torch/distributed/checkpoint/metadata.py, torch
 2.13), and a restricted unpickler for it. Not here: our own index, which is JSON
-(``_planning.index``). Runs on rank 0. Nothing that we wrote is ever unpickled.
+(``_planning.index``), what Megatron-Core adds (``mcore``). Runs on rank 0. Nothing that we wrote is
+ever unpickled.
 """
 
 from __future__ import annotations
@@ -10,19 +11,25 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import pickletools
-from collections import OrderedDict
 from dataclasses import dataclass
-from pathlib import PosixPath, WindowsPath
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
+from dist_ckpt._formats.torch_dist.inert import Node, check_memo, torch_constant
+from dist_ckpt._formats.torch_dist.mcore import (
+    checked_shape,
+    is_object_key,
+    metadata_classes,
+    original_shapes,
+    unfold_flattened,
+)
 from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import dtype_from_name, dtype_name
-from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._planning.index import CheckpointIndex, StoredBytes, StoredChunk, StoredTensor
+from dist_ckpt.core import CONFIG_FNAME
 from dist_ckpt.errors import CorruptedCheckpointError, UnsafeContentError
 from dist_ckpt.storage.base import checked_name
 
@@ -34,18 +41,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ForeignCheckpoint",
     "StoredBytes",
+    "check_memo",
     "decode_metadata",
     "encode_metadata",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
-    """A pickled object of another writer: a ``torch.save`` record of anything."""
-
-    file: str
-    position: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +100,17 @@ def decode_metadata(data: bytes, *, where: str, sizes: Mapping[str, int]) -> For
     Args:
         data: The file's bytes.
         where: Its path, for errors.
-        sizes: Files of the checkpoint's directory with their sizes.
+        sizes: Files of the checkpoint's directory with their sizes. With ``metadata.json`` among
+            them the writer was Megatron-Core, which puts each sharded object into a list.
 
     Raises:
         UnsafeContentError: It names a class that metadata has no business with.
         CorruptedCheckpointError: It is no metadata, or points outside of the checkpoint.
     """
     try:
-        _check_memo(data)
+        check_memo(data)
         metadata = _MetadataUnpickler(io.BytesIO(data), where).load()
-        if not isinstance(metadata, dcp.Metadata):
+        if not isinstance(metadata, Node) or metadata.kind != "Metadata":
             raise TypeError(f"expected Metadata, found {type(metadata).__name__}")
         return _foreign(metadata, sizes)
     except UnsafeContentError:
@@ -122,59 +122,73 @@ def decode_metadata(data: bytes, *, where: str, sizes: Mapping[str, int]) -> For
         ) from error
 
 
-def _check_memo(data: bytes) -> None:
-    """Raise if the pickle puts at a memo index that its length cannot have reached.
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where everything is stored: ``(key, offset)`` -> storage info; offset ``()`` for bytes."""
 
-    The C unpickler keeps an array as long as the highest index: five bytes could take 64 GiB.
-    """
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name not in {"PUT", "BINPUT", "LONG_BINPUT"}:
-            continue
-        if not isinstance(argument, int) or not 0 <= argument <= len(data):
-            raise ValueError(f"memo index {argument} in a pickle of {len(data)} bytes")
+    infos: Mapping[tuple[str, tuple[int, ...]], Node]
+    sizes: Mapping[str, int]
+
+    def find(self, key: str, offset: tuple[int, ...]) -> tuple[str, int, int]:
+        """Return file, position and size of a record that lies in the checkpoint for sure."""
+        info = self.infos[key, offset]
+        if info.get("transform_descriptors"):
+            raise ValueError(f"{key!r}: transformed by {info.get('transform_descriptors')}")
+        name = checked_name(info.get("relative_path"))
+        position, nbytes = checked_shape((info.get("offset"), info.get("length")))
+        if position + nbytes > self.sizes.get(name, -1):
+            raise ValueError(f"{key!r}: record at {position}+{nbytes} is outside of file {name!r}")
+        return name, position, nbytes
 
 
-def _foreign(metadata: dcp.Metadata, sizes: Mapping[str, int]) -> ForeignCheckpoint:
+def _foreign(metadata: Node, sizes: Mapping[str, int]) -> ForeignCheckpoint:
+    places = _Places(
+        {
+            (index.get("fqn"), tuple(index.get("offset") or ())): info
+            for index, info in metadata.get("storage_data").items()
+        },
+        sizes,
+    )
+    shapes = original_shapes(metadata.get("mcore_data"))
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredBytes] = {}
-    places = {(i.fqn, tuple(i.offset or ())): i for i in metadata.storage_data}
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, dcp.BytesStorageMetadata):
-            objects[key] = StoredBytes(*_place(metadata, places, key, (), sizes))
-            continue
-        shape = tuple(int(n) for n in entry.size)
-        chunks = []
-        for chunk in entry.chunks:
-            box = Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
-            if not box.within(shape):
-                raise ValueError(f"{key!r}: chunk {box} is outside of shape {shape}")
-            if box.numel:
-                place = _place(metadata, places, key, box.offset, sizes)
-                chunks.append(StoredChunk(box, *place, encoding="torch_zip"))
-        if sum(c.box.numel for c in chunks) > math.prod(shape):
-            raise ValueError(f"{key!r}: chunks overlap in shape {shape}")
-        dtype = dtype_name(entry.properties.dtype)
-        dtype_from_name(dtype)  # raises if it is none
-        tensors[key] = StoredTensor(dtype, shape, tuple(chunks))
-    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    for key, entry in metadata.get("state_dict_metadata").items():
+        if not isinstance(key, str):
+            raise TypeError(f"key {key!r} is no text")
+        if entry.kind == "BytesStorageMetadata":
+            in_list = CONFIG_FNAME in sizes and is_object_key(key)
+            objects[key] = StoredBytes(*places.find(key, ()), in_list=in_list)
+        elif entry.kind == "TensorStorageMetadata":
+            tensors[key] = _tensor(key, entry, places, shapes.get(key))
+        else:
+            raise TypeError(f"{key!r} is a {entry.kind}")
+    paths = metadata.get("planner_data")
+    paths = paths if isinstance(paths, dict) else {}
     return ForeignCheckpoint(CheckpointIndex(tensors), objects, _checked_paths(paths))
 
 
-def _place(
-    metadata: dcp.Metadata,
-    places: Mapping[tuple[str, tuple[int, ...]], dcp.MetadataIndex],
-    key: str,
-    offset: tuple[int, ...],
-    sizes: Mapping[str, int],
-) -> tuple[str, int, int]:
-    info = metadata.storage_data[places[key, offset]]
-    if getattr(info, "transform_descriptors", None):
-        raise ValueError(f"{key!r}: transformed by {info.transform_descriptors}")
-    name = checked_name(info.relative_path)
-    position, nbytes = int(info.offset), int(info.length)
-    if position < 0 or nbytes < 0 or position + nbytes > sizes.get(name, -1):
-        raise ValueError(f"{key!r}: record at {position}+{nbytes} is outside of file {name!r}")
-    return name, position, nbytes
+def _tensor(
+    key: str, entry: Node, places: _Places, original: tuple[int, ...] | None
+) -> StoredTensor:
+    """Return a stored tensor, in its original shape if it is stored in another form."""
+    shape = checked_shape(entry.get("size"))
+    properties = entry.get("properties").state
+    dtype = dtype_name(properties[0] if isinstance(properties, tuple) else properties["dtype"])
+    itemsize = dtype_from_name(dtype).itemsize  # raises if it is none
+    chunks: list[StoredChunk] = []
+    for part in entry.get("chunks"):
+        box = Box(checked_shape(part.get("offsets")), checked_shape(part.get("sizes")))
+        if not box.within(shape):
+            raise ValueError(f"{key!r}: chunk {box} is outside of shape {shape}")
+        if not box.numel:
+            continue
+        chunk = StoredChunk(box, *places.find(key, box.offset), encoding="torch_zip")
+        if box.numel * itemsize > chunk.nbytes:
+            raise ValueError(f"{key!r}: {chunk.nbytes} bytes cannot hold chunk {box} of {dtype}")
+        chunks += [chunk] if original is None else unfold_flattened(chunk, shape, original)
+    if sum(c.box.numel for c in chunks) > math.prod(shape):
+        raise ValueError(f"{key!r}: chunks overlap in shape {shape}")
+    return StoredTensor(dtype, shape if original is None else original, tuple(chunks))
 
 
 def _checked_paths(paths: Mapping[Any, Any]) -> dict[str, tuple[str | int, ...]]:
@@ -185,36 +199,21 @@ def _checked_paths(paths: Mapping[Any, Any]) -> dict[str, tuple[str | int, ...]]
     }
 
 
-_ALLOWED: Mapping[tuple[str, str], object] = {
-    **{("torch.distributed.checkpoint.metadata", cls.__name__): cls for cls in (
-        dcp.Metadata, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.TensorProperties,
-        dcp.ChunkStorageMetadata, dcp.MetadataIndex, dcp.StorageMeta,
-        dcp._MEM_FORMAT_ENCODING,  # noqa: SLF001 - part of DCP's file format
-    )},
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): dcp_filesystem._StorageInfo,  # noqa: SLF001 - same
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # noqa: SLF001 - same
-    ("collections", "OrderedDict"): OrderedDict,
-    ("pathlib", "PosixPath"): PosixPath,
-    ("pathlib", "WindowsPath"): WindowsPath,
-}  # fmt: skip
-
-
 class _MetadataUnpickler(pickle.Unpickler):
-    """Resolves the names that DCP metadata consists of, and nothing else."""
+    """Resolves the names that checkpoint metadata consists of, to inert stand-ins."""
 
     def __init__(self, file: io.BytesIO, where: str) -> None:
         super().__init__(file)
         self._where = where
+        self._classes = metadata_classes()
 
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if module == "torch" and name.isidentifier():
-            value = getattr(torch, name, None)
-            if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-                return value
-        raise UnsafeContentError(
-            f"{self._where} names {module}.{name}, which checkpoint metadata does not need.",
-            hint="it may be hostile; it was not loaded.",
-        )
+        found = self._classes.get((module, name))
+        if found is None and module == "torch":
+            found = torch_constant(name)
+        if found is None:
+            raise UnsafeContentError(
+                f"{self._where} names {module}.{name}, which checkpoint metadata does not need.",
+                hint="it may be hostile; it was not loaded.",
+            )
+        return found

@@ -7,7 +7,7 @@ Here: how each planned read is carried out. Not here: which reads (``_planning.l
 from __future__ import annotations
 
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,11 @@ import torch
 
 from dist_ckpt._engine.memory import PIECE_NBYTES, Scratch, bits, host_bytes, is_plain_memory
 from dist_ckpt._engine.transfer import run_jobs
+from dist_ckpt._formats.base import Destination
+from dist_ckpt._formats.torch_dist.payload import Record, find_payload
 from dist_ckpt._geometry import Box, split_box
 from dist_ckpt._planning.describe import dtype_from_name
+from dist_ckpt._planning.index import StoredChunk
 from dist_ckpt._planning.load import Read, byte_runs, plan_reads
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError, MismatchError
 from dist_ckpt.storage import Extent
@@ -35,23 +38,18 @@ _MANY_RUNS = 256
 _CALL_NBYTES = 4096
 """What one more read call costs, in bytes read along: beyond ``_MANY_RUNS``, the cheaper way."""
 
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """``view`` (box-shaped, any device, any strides) is to hold ``box`` of the tensor ``key``."""
-
-    key: str
-    box: Box
-    view: torch.Tensor
+_SMALL_RECORD_NBYTES = 1 << 14
+"""A record up to this size is read whole: finding the payload in it takes as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The file that a job reads, and the job's own bounce memory."""
+    """The file that a job reads, the job's own bounce memory, and payloads that it has found."""
 
     store: Store
     name: str
     scratch: Scratch
+    payloads: dict[int, int | None] = field(default_factory=dict)
 
 
 def read_into(
@@ -165,16 +163,44 @@ def _fill_from_span(source: _Source, read: Read, view: torch.Tensor) -> int:
 
 
 def _fill_from_record(source: _Source, read: Read, view: torch.Tensor) -> int:
-    """Take the region from a whole ``torch.save`` record, as other writers leave them."""
-    data = bytearray(read.chunk.nbytes)
-    source.store.read_ranges(source.name, [Extent(read.chunk.position, memoryview(data))])
+    """Take the region from a ``torch.save`` record, as other writers leave them.
+
+    Where the payload can be found in the record, only the bytes of the region are read.
+    """
+    chunk = read.chunk
+    payload = _payload(source, read) if chunk.nbytes > _SMALL_RECORD_NBYTES else None
+    if payload is None:
+        return _fill_from_whole_record(source, read, view)
+    itemsize = dtype_from_name(read.dtype).itemsize
+    start = payload + chunk.record_start * itemsize
+    raw = StoredChunk(chunk.box, chunk.file, start, chunk.box.numel * itemsize)
+    return _fill(source, replace(read, chunk=raw), view)
+
+
+def _payload(source: _Source, read: Read) -> int | None:
+    """Return where the elements of a record begin in the file; looked for once a job."""
+    position = read.chunk.position
+    if position not in source.payloads:
+        record = Record(position, read.chunk.nbytes, _record_shape(read.chunk), read.dtype)
+        source.payloads[position] = find_payload(source.store, source.name, record)
+    return source.payloads[position]
+
+
+def _record_shape(chunk: StoredChunk) -> tuple[int, ...]:
+    return chunk.box.shape if chunk.record_shape is None else chunk.record_shape
+
+
+def _fill_from_whole_record(source: _Source, read: Read, view: torch.Tensor) -> int:
+    chunk = read.chunk
+    data = bytearray(chunk.nbytes)
+    source.store.read_ranges(source.name, [Extent(chunk.position, memoryview(data))])
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # a torn record makes torch raise almost anything
         raise CorruptedCheckpointError(
-            f"{source.name}: no tensor record at byte {read.chunk.position} ({error})."
+            f"{source.name}: no tensor record at byte {chunk.position} ({error})."
         ) from error
-    expected = (read.chunk.box.shape, dtype_from_name(read.dtype))
+    expected = (_record_shape(chunk), dtype_from_name(read.dtype))
     plain = (
         isinstance(tensor, torch.Tensor)
         and not tensor.is_nested  # has no shape to ask for
@@ -183,10 +209,13 @@ def _fill_from_record(source: _Source, read: Read, view: torch.Tensor) -> int:
     )
     if not plain or (tuple(tensor.shape), tensor.dtype) != expected:
         raise CorruptedCheckpointError(
-            f"{source.name}: the record at byte {read.chunk.position} is not a {read.dtype} tensor "
-            f"of shape {read.chunk.box.shape}."
+            f"{source.name}: the record at byte {chunk.position} is not a {read.dtype} tensor "
+            f"of shape {expected[0]}."
         )
-    inside = read.region.relative_to(read.chunk.box)
+    if chunk.record_shape is not None:
+        stop = chunk.record_start + chunk.box.numel
+        tensor = tensor.reshape(-1)[chunk.record_start : stop].view(chunk.box.shape)
+    inside = read.region.relative_to(chunk.box)
     _copy(view, tensor[inside.slices()] if inside.shape else tensor)
     return len(data)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt._engine.memory import Scratch, host_bytes, pieces_for_write
 from dist_ckpt._engine.transfer import run_jobs
+from dist_ckpt._formats.base import WriteResult
 from dist_ckpt._formats.torch_dist.records import RecordFrame, frame_record
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import StoredChunk
@@ -32,16 +33,6 @@ __all__ = ["WriteResult", "WrittenFile", "data_file_name", "write_shards"]
 
 
 @dataclass(frozen=True, slots=True)
-class WriteResult:
-    """Proof that one box was written, and where: payload in ``chunk``, the whole record beside."""
-
-    info: ShardInfo
-    chunk: StoredChunk
-    record_position: int
-    record_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class WrittenFile:
     """A data file that is complete and durable, with what it holds."""
 
@@ -59,9 +50,9 @@ class _Placed:
     frame: RecordFrame
 
 
-def data_file_name(rank: int, number: int) -> str:
-    """Return the name that DCP gives to a rank's data file."""
-    return f"__{rank}_{number}.distcp"
+def data_file_name(rank: int, number: int, prefix: str = "") -> str:
+    """Return the name that DCP gives to a rank's data file, after a prefix of our own."""
+    return f"{prefix}__{rank}_{number}.distcp"
 
 
 def write_shards(
@@ -71,18 +62,33 @@ def write_shards(
     *,
     rank: int,
     thread_count: int,
+    separation_hint: str | None = None,
 ) -> list[WrittenFile]:
     """Write this rank's ``items`` and return what was written, file by file.
+
+    Tensors whose key begins with ``separation_hint`` get files of their own, named after it.
 
     Raises:
         StorageError: Naming the file and the key that was being written.
     """
-    files = [group for group in _spread(shards, items, thread_count) if group]
+    apart, rest = _separated(shards, items, separation_hint)
     jobs = [
-        _file_job(store, data_file_name(rank, number), _place(shards, group))
-        for number, group in enumerate(files)
+        _file_job(store, data_file_name(rank, number, prefix), _place(shards, group))
+        for prefix, chosen in ((separation_hint or "", apart), ("", rest))
+        for number, group in enumerate(_spread(shards, chosen, thread_count))
+        if group
     ]
     return run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-write")
+
+
+def _separated(
+    shards: Sequence[LocalShard], items: Sequence[WriteItem], hint: str | None
+) -> tuple[list[WriteItem], list[WriteItem]]:
+    """Return the items below the hint, and the others."""
+    if not hint:
+        return [], list(items)
+    apart = [item for item in items if shards[item.shard].info.key.startswith(hint)]
+    return apart, [item for item in items if not shards[item.shard].info.key.startswith(hint)]
 
 
 def _spread(

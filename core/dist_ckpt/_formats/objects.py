@@ -29,6 +29,7 @@ __all__ = [
     "COMMON_KEY",
     "EncodedCommon",
     "decode_document",
+    "encode_alone",
     "encode_common",
     "object_shards",
     "part_key",
@@ -100,6 +101,12 @@ def decode_document(
         raise CorruptedCheckpointError(f"{where}: not a document of ours ({error}).") from error
     tensors = fetch([part_key(key, number) for number in range(count)])
     return decode(document, tensors, allow_pickle=allow_pickle, where=where)
+
+
+def encode_alone(value: object, key: str) -> tuple[bytes, Sequence[torch.Tensor]]:
+    """Return a value's document and the tensors in it, to be stored by the caller."""
+    encoded = _encode(value, key)
+    return _document(encoded.document, len(encoded.tensors), indent=1), encoded.tensors
 
 
 def _encode(value: object, path: str) -> Encoded:

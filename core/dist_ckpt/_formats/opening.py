@@ -1,0 +1,203 @@
+"""A checkpoint directory, recognised and indexed.
+
+Here: whose checkpoint it is and which format reads its index. Not here: how an index is written or
+read (``torch_dist.contents``, ``zarr``), the shared documents (``_formats.documents``). Runs on
+rank 0; all ranks get its result.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dist_ckpt._formats.documents import (
+    COMMON_FILE,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    MAX_DOCUMENT_NBYTES,
+    METADATA_FILE,
+    CheckpointContents,
+    Manifest,
+    check_files,
+    read_manifest,
+)
+from dist_ckpt._formats.torch_dist.contents import open_foreign, read_index
+from dist_ckpt._integrity.coverage import overlaps
+from dist_ckpt._planning.index import CheckpointIndex
+from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
+from dist_ckpt.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptedCheckpointError,
+    IncompleteCheckpointError,
+)
+from dist_ckpt.storage import LocalStore
+from dist_ckpt.validation import shortened
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dist_ckpt.core import CheckpointingConfig
+    from dist_ckpt.storage import Store
+
+__all__ = ["open_contents", "open_sharded"]
+
+COMMON_BACKEND = "json"
+"""In ``metadata.json``: the checkpoint is ours, so that our other documents must be there."""
+_OPEN_TRIES = 8
+_TORCH_DIST = ("torch_dist", 1)
+_ZARR = {("zarr", 1), ("zarr", 2)}
+
+
+def open_contents(directory: Path) -> CheckpointContents:
+    """Recognise and index the checkpoint in ``directory``.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint there.
+        IncompleteCheckpointError: One that was never committed.
+        CorruptedCheckpointError: A document or a file is missing, cut short or unreadable.
+    """
+    if not directory.is_dir():
+        what = "is a file" if directory.exists() else "does not exist"
+        raise CheckpointNotFoundError(f"Checkpoint directory {directory} {what}.")
+    store = LocalStore(directory)
+    config = maybe_load_config(directory)
+    if config is None:
+        return _open_without_marker(directory, store)
+    own = any(store.nbytes(name) is not None for name in (MANIFEST_FILE, INDEX_FILE))
+    if own or config.common_backend == COMMON_BACKEND:
+        return _open_own(directory, store, config)
+    return _open_others(directory, config)
+
+
+def open_sharded(directory: Path) -> CheckpointContents:
+    """Index the sharded part in ``directory``, committed or not: for strategies on their own.
+
+    Raises:
+        CheckpointingException: As ``open_contents``.
+    """
+    store = LocalStore(directory)
+    if store.nbytes(CONFIG_FNAME) is not None or store.nbytes(INDEX_FILE) is None:
+        return open_contents(directory)
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+    backend = _TORCH_DIST if METADATA_FILE in sizes else ("zarr", 2)
+    index = _read_index(directory, store, backend, sizes)
+    return CheckpointContents(directory=directory, backend=backend, index=index)
+
+
+def _open_without_marker(directory: Path, store: Store) -> CheckpointContents:
+    names = store.list()
+    ours = [name for name in (INDEX_FILE, MANIFEST_FILE, COMMON_FILE) if name in names]
+    if METADATA_FILE in names and not ours:
+        return _checked(open_foreign(directory))
+    if ours or any(name.endswith(".distcp") for name in names):
+        raise IncompleteCheckpointError(
+            f"{directory} holds data but no commit marker ({CONFIG_FNAME}): "
+            "its save never finished.",
+            hint="load an older checkpoint; this directory may be deleted.",
+        )
+    raise CheckpointNotFoundError(
+        f"{directory} is not a distributed checkpoint: no {CONFIG_FNAME} and no {METADATA_FILE}."
+    )
+
+
+def _open_others(directory: Path, config: CheckpointingConfig) -> CheckpointContents:
+    """Open a checkpoint that another library wrote, with a marker as Megatron-Core's."""
+    backend = (config.sharded_backend, config.sharded_backend_version)
+    if backend == _TORCH_DIST:
+        return _checked(open_foreign(directory))
+    if backend in _ZARR:
+        from dist_ckpt._formats.zarr.foreign import open_foreign_zarr  # noqa: PLC0415 - heavy
+
+        return _checked(open_foreign_zarr(directory))
+    return CheckpointContents(
+        directory=directory,
+        backend=backend,
+        common_backend=(config.common_backend, config.common_backend_version),
+        index=CheckpointIndex({}),
+        is_indexed=False,
+    )
+
+
+def _open_own(directory: Path, store: Store, config: CheckpointingConfig) -> CheckpointContents:
+    if store.nbytes(MANIFEST_FILE) is None:
+        raise CorruptedCheckpointError(
+            f"{directory}: {MANIFEST_FILE} is missing.", hint="use another checkpoint."
+        )
+    manifest = read_manifest(directory)
+    for _ in range(_OPEN_TRIES):
+        error: CheckpointingException | None = None
+        try:
+            contents = _read_own(directory, store, manifest, config)
+        except CheckpointingException as e:
+            error = e
+        # A re-save may have swapped the directory between two of the documents: only what was read
+        # under one manifest belongs together.
+        now = read_manifest(directory)
+        if now.checkpoint_id == manifest.checkpoint_id:
+            if error is not None:
+                raise error
+            return contents
+        manifest = now
+        config = maybe_load_config(directory) or config
+    raise CheckpointNotFoundError(f"{directory} is replaced again and again while it is opened.")
+
+
+def _read_own(
+    directory: Path, store: Store, manifest: Manifest, config: CheckpointingConfig
+) -> CheckpointContents:
+    check_files(directory, manifest)
+    backend = (config.sharded_backend, config.sharded_backend_version)
+    # A third party's format may have files of these names, in which it says something else.
+    has_index = backend in {_TORCH_DIST, *_ZARR}
+    if has_index and INDEX_FILE not in manifest.files:
+        raise CorruptedCheckpointError(f"{directory}: {MANIFEST_FILE} names no {INDEX_FILE}.")
+    common = None
+    if has_index and COMMON_FILE in manifest.files:
+        common = store.read(COMMON_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+    index = (
+        _read_index(directory, store, backend, dict(manifest.files))
+        if has_index
+        else CheckpointIndex({})
+    )
+    return CheckpointContents(
+        directory=directory,
+        backend=backend,
+        common_backend=(config.common_backend, config.common_backend_version),
+        checkpoint_id=manifest.checkpoint_id,
+        world_size=manifest.world_size,
+        index=index,
+        is_indexed=has_index,
+        common=common,
+    )
+
+
+def _read_index(
+    directory: Path, store: Store, backend: tuple[str, int], sizes: dict[str, int]
+) -> CheckpointIndex:
+    data = store.read(INDEX_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+    where = str(directory / INDEX_FILE)
+    if backend in _ZARR:
+        from dist_ckpt._formats.zarr.index import zarr_index_from_json  # noqa: PLC0415 - heavy
+
+        index = zarr_index_from_json(data, where=where, sizes=sizes)
+    else:
+        index = read_index(data, where=where, sizes=sizes)
+    _check_disjoint(index, directory / INDEX_FILE)
+    return index
+
+
+def _checked(contents: CheckpointContents) -> CheckpointContents:
+    _check_disjoint(contents.index, contents.directory)
+    return contents
+
+
+def _check_disjoint(index: CheckpointIndex, where: Path) -> None:
+    """Raise if two chunks of a tensor share an element: counting elements would then prove nothing.
+
+    Raises:
+        CorruptedCheckpointError: Naming the keys.
+    """
+    keys = [key for key, t in index.tensors.items() if overlaps([c.box for c in t.chunks])]
+    if keys:
+        raise CorruptedCheckpointError(f"{where}: chunks overlap in {shortened(keys)}.")

@@ -1,0 +1,129 @@
+"""Tensors taken out of a checkpoint that is already there.
+
+Here: a checkpoint without some of its tensors, made of links and published in one step. Not here:
+whole checkpoints (``_engine.commit.remove_tree``). Runs in one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dist_ckpt._engine.commit import Attempt
+from dist_ckpt._formats.documents import (
+    INDEX_FILE,
+    MANIFEST_FILE,
+    MAX_DOCUMENT_NBYTES,
+    METADATA_FILE,
+    files_of_checkpoint,
+    read_manifest,
+    write_documents,
+)
+from dist_ckpt._formats.opening import open_contents
+from dist_ckpt._planning.index import CheckpointIndex
+from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
+from dist_ckpt.errors import CheckpointNotFoundError
+from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage.local import fsync_directory, storage_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from dist_ckpt._formats.documents import CheckpointContents
+
+__all__ = ["remove_tensors"]
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_SUFFIX = ".pt"
+"""Sharded objects that zarr v2 keeps for Megatron-Core, in the folder of their key."""
+
+
+def remove_tensors(directory: Path, key_prefix: str) -> None:
+    """Replace the checkpoint by one without the tensors whose key starts with ``key_prefix``.
+
+    At every instant the checkpoint is whole: with all of them, or with none.
+
+    Raises:
+        CheckpointNotFoundError: No checkpoint of ours: those of others are left as they are.
+    """
+    contents = open_contents(directory)
+    if not contents.checkpoint_id:
+        raise CheckpointNotFoundError(
+            f"{directory} was not written by this library; tensors are removed from our own "
+            "checkpoints only."
+        )
+    doomed = {
+        key
+        for key, one in contents.index.tensors.items()
+        if one.role == "tensor" and key.startswith(key_prefix)
+    }
+    if not doomed:
+        logger.warning("%s: no tensor's key starts with %r", directory, key_prefix)
+        return
+    attempt = Attempt.begin(directory, None)
+    try:
+        _fill(attempt, contents, doomed)
+        attempt.publish(old_files=files_of_checkpoint(attempt.target))
+    except BaseException:
+        attempt.abort()
+        raise
+
+
+def _fill(attempt: Attempt, contents: CheckpointContents, doomed: set[str]) -> None:
+    """Make the new checkpoint in the attempt: links to the files that are still needed."""
+    old = contents.directory
+    store, config = LocalStore(old), maybe_load_config(old)
+    assert config is not None  # noqa: S101 - the checkpoint was opened
+    documents = _documents(store, contents, doomed)
+    kept = {k: t for k, t in contents.index.tensors.items() if k not in doomed}
+    unneeded = {c.file for k in doomed for c in contents.index.tensors[k].chunks}
+    unneeded -= {chunk.file for tensor in kept.values() for chunk in tensor.chunks}
+    manifest = read_manifest(old)
+    files: dict[str, int] = {}
+    with storage_errors("link", attempt.directory):
+        for name, nbytes in manifest.files.items():
+            if name in documents or _is_below(name, unneeded):
+                continue
+            target = attempt.directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(old / name, target)
+            files[name] = nbytes
+        for path in sorted(attempt.directory.rglob("*")):
+            if path.is_dir():
+                fsync_directory(path)
+    manifest = replace(manifest, files=files, checkpoint_id=attempt.checkpoint_id)
+    write_documents(LocalStore(attempt.directory), documents, manifest, config)
+
+
+def _documents(
+    store: LocalStore, contents: CheckpointContents, doomed: set[str]
+) -> Mapping[str, bytes]:
+    """Return the documents that tell of tensors, without the doomed ones."""
+    kept = CheckpointIndex({k: t for k, t in contents.index.tensors.items() if k not in doomed})
+    if contents.backend[0] == "zarr":
+        from dist_ckpt._formats.zarr.index import zarr_index_without  # noqa: PLC0415 - heavy
+
+        index = store.read(INDEX_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+        return {INDEX_FILE: zarr_index_without(index, doomed)}
+    from dist_ckpt._formats.torch_dist.trim import metadata_without  # noqa: PLC0415 - heavy
+
+    data = store.read(METADATA_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+    where = str(contents.directory / METADATA_FILE)
+    return {
+        INDEX_FILE: kept.to_json(),
+        METADATA_FILE: metadata_without(data, doomed, where=where),
+    }
+
+
+def _is_below(name: str, unneeded: set[str]) -> bool:
+    """Whether ``name`` is one of the files, or lies in one of the array directories."""
+    if name in (MANIFEST_FILE, CONFIG_FNAME) or name in unneeded:
+        return True
+    if name.endswith(_OBJECT_SUFFIX):  # of an object with the same key: it is kept
+        return False
+    parts = name.split("/")
+    return any("/".join(parts[:n]) in unneeded for n in range(1, len(parts)))

@@ -1,0 +1,121 @@
+"""The files of an array's chunks, as its metadata on disk says.
+
+Here: their names, and whether what one may take in memory is bounded by its size. Not here: reading
+them (``arrays``, ``slices``). Runs on every rank for its own boxes.
+
+TensorStore takes memory for a chunk, and for the index of a shard, before it looks at the file, and
+ends the process if there is none: metadata from a checkpoint must not choose how much.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dist_ckpt._formats.zarr.grid import cells_of
+from dist_ckpt._formats.zarr.names import chunk_name
+from dist_ckpt.errors import CorruptedCheckpointError
+
+if TYPE_CHECKING:
+    from dist_ckpt._geometry import Box
+    from dist_ckpt.storage import Store
+
+__all__ = ["ChunkFiles", "chunk_files"]
+
+_MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
+_INDEX_ENTRY_NBYTES = 16
+_MAX_COMPRESSED_NBYTES = 1 << 31
+"""Largest compressed chunk that is read; more does not fit the common compressors either."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFiles:
+    """Files of ``cell`` elements each, none shorter than ``least_nbytes``."""
+
+    path: str
+    zarr_format: int
+    separator: str
+    cell: tuple[int, ...]
+    least_nbytes: int
+
+    def name(self, numbers: tuple[int, ...]) -> str:
+        """Return the file of a cell, relative to the checkpoint."""
+        return f"{self.path}/{chunk_name(numbers, self.zarr_format).replace('.', self.separator)}"
+
+    def check(self, store: Store, box: Box, *, key: str) -> None:
+        """Raise if a file that ``box`` needs is missing or too short for what it should hold.
+
+        Raises:
+            CorruptedCheckpointError: Naming the file.
+        """
+        for numbers in cells_of(box, self.cell):
+            name = self.name(numbers)
+            found = store.nbytes(name)
+            if found is None or found < self.least_nbytes:
+                what = "is missing"
+                if found is not None:
+                    what = f"has {found} bytes, at least {self.least_nbytes} are expected"
+                raise CorruptedCheckpointError(
+                    f"{key!r}: {name} {what}.", hint="use another checkpoint."
+                )
+
+
+def chunk_files(
+    document: dict[str, Any], path: str, itemsize: int, *, key: str, where: str
+) -> ChunkFiles:
+    """Return the files of an array whose metadata is ``document``.
+
+    Args:
+        document: The metadata; of v3 only the layout that this format writes is taken.
+        path: The array's directory, relative to the checkpoint.
+        itemsize: Bytes of an element.
+        key: The tensor, for errors.
+        where: The metadata's name, for errors.
+
+    Raises:
+        CorruptedCheckpointError: The metadata is malformed or of another layout.
+    """
+    try:
+        is_v2 = document["zarr_format"] == 2  # noqa: PLR2004 - of zarr
+        return _v2(document, path, itemsize) if is_v2 else _v3(document, path, itemsize)
+    except _MALFORMED as error:
+        raise CorruptedCheckpointError(
+            f"{key!r}: {where} describes an array in a layout that is not read ({error!r})."
+        ) from error
+
+
+def _v2(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
+    cell = _extents(document["chunks"])
+    separator = document.get("dimension_separator") or "."
+    if separator not in (".", "/"):
+        raise ValueError(f"dimension_separator {separator!r}")
+    nbytes = math.prod(cell) * itemsize
+    if document.get("compressor") is None and not document.get("filters"):
+        return ChunkFiles(path, 2, separator, cell, nbytes)
+    if nbytes > _MAX_COMPRESSED_NBYTES:
+        raise ValueError(f"compressed chunks of {nbytes} bytes")
+    return ChunkFiles(path, 2, separator, cell, 0)
+
+
+def _v3(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
+    cell = _extents(document["chunk_grid"]["configuration"]["chunk_shape"])
+    (codec,) = document["codecs"]
+    shards = codec["configuration"]
+    inner = _extents(shards["chunk_shape"])
+    names = [one["name"] for one in (codec, *shards["codecs"], *shards["index_codecs"])]
+    if names != ["sharding_indexed", "bytes", "bytes", "crc32c"]:
+        raise ValueError(f"codecs {names}")
+    encoding = document["chunk_key_encoding"]
+    if (encoding["name"], encoding["configuration"]["separator"]) != ("default", "."):
+        raise ValueError(f"chunk_key_encoding {encoding!r}")
+    count = math.prod(-(-c // i) for c, i in zip(cell, inner, strict=True))
+    least = max(count * _INDEX_ENTRY_NBYTES, math.prod(inner) * itemsize)
+    return ChunkFiles(path, 3, ".", cell, least)
+
+
+def _extents(values: Any) -> tuple[int, ...]:
+    result = tuple(values)
+    if not all(type(n) is int and 0 < n < 1 << 63 for n in result):
+        raise ValueError(f"chunks of {values!r}")
+    return result

@@ -1,0 +1,194 @@
+"""Who writes which cells of which arrays.
+
+Here: the work of every rank, from the descriptions of all. Not here: grids (``grid``), names
+(``names``), writing (``write``). Pure; runs on rank 0.
+
+What a box has in whole cells is written by a rank that holds it. A cell that no box fills belongs
+to the rank that has most of it; the other ranks put their pieces of it into a file first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from dist_ckpt._formats.zarr.grid import (
+    Grid,
+    around,
+    cell_box,
+    cells_of,
+    choose_grid,
+    split_on_grid,
+    whole_cells,
+)
+from dist_ckpt._formats.zarr.names import paths_of_keys
+from dist_ckpt._geometry import Box
+from dist_ckpt._planning.describe import dtype_from_name
+from dist_ckpt._planning.distribution import WriteItem, assign_writers, writers_of_boxes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from dist_ckpt._planning.describe import ShardInfo
+
+__all__ = ["Array", "RankWork", "Received", "SharedCell", "ZarrPlan", "plan_arrays"]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array to be made: where, for which tensors, on which grid."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    grid: Grid
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return dtype_from_name(self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """``box`` lies row-major at byte ``position`` of the file that ``rank`` put down."""
+
+    rank: int
+    position: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class SharedCell:
+    """A cell that its owner puts together from its own shards and from what others put down."""
+
+    array: Array
+    box: Box
+    own: tuple[WriteItem, ...]
+    received: tuple[Received, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """What one rank does.
+
+    Attributes:
+        whole: Boxes of whole cells that it writes from its own shards.
+        shared: Cells that it puts together.
+        passed_on: Boxes that it puts down for other ranks, in this order.
+    """
+
+    whole: tuple[tuple[Array, WriteItem], ...]
+    shared: tuple[SharedCell, ...]
+    passed_on: tuple[WriteItem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrPlan:
+    """All arrays by key, those without elements too, and each rank's work."""
+
+    arrays: Mapping[str, Array]
+    work: tuple[RankWork, ...]
+
+
+_Piece: TypeAlias = tuple[Box, tuple[tuple[int, int], ...]]
+"""A box within one cell, with the ranks that hold it and their shards."""
+
+
+def plan_arrays(views: Sequence[Sequence[ShardInfo]], zarr_format: int) -> ZarrPlan:
+    """Return the arrays and the work of all ranks; every element is written by exactly one.
+
+    Args:
+        views: Each rank's shards, in rank order; the boxes to be written do not overlap.
+        zarr_format: 2 or 3.
+
+    Depends on the descriptions alone.
+    """
+    boxes: dict[str, list[_Piece]] = defaultdict(list)
+    for key, box, writers in writers_of_boxes(views):
+        boxes[key].append((box, writers))
+    arrays = _arrays(views, boxes, zarr_format)
+    keys = [[info.key for info in view] for view in views]
+    items = assign_writers(views, split=partial(_split, arrays))
+    shared: list[list[SharedCell]] = [[] for _ in views]
+    passed_on: list[list[WriteItem]] = [[] for _ in views]
+    position = [0] * len(views)
+    for key, pieces in boxes.items():
+        for cell, held in _borders(arrays[key], pieces):
+            owner = _owner(held)
+            own, received = [], []
+            for box, writers in held:
+                mine = [index for rank, index in writers if rank == owner]
+                if mine:
+                    own.append(WriteItem(mine[0], box))
+                    continue
+                rank, index = writers[0]
+                received.append(Received(rank, position[rank], box))
+                passed_on[rank].append(WriteItem(index, box))
+                position[rank] += box.numel * arrays[key].itemsize
+            shared[owner].append(SharedCell(arrays[key], cell, tuple(own), tuple(received)))
+    work = (
+        RankWork(
+            tuple((arrays[keys[rank][item.shard]], item) for item in items[rank]),
+            tuple(shared[rank]),
+            tuple(passed_on[rank]),
+        )
+        for rank in range(len(views))
+    )
+    return ZarrPlan(arrays, tuple(work))
+
+
+def _arrays(
+    views: Sequence[Sequence[ShardInfo]], boxes: Mapping[str, list[_Piece]], zarr_format: int
+) -> dict[str, Array]:
+    infos = {
+        info.key: info
+        for view in views
+        for info in view
+        if info.key in boxes or 0 in info.global_shape  # of others nothing is stored
+    }
+    paths = paths_of_keys(infos)
+    arrays = {}
+    for key, info in sorted(infos.items()):
+        held = [box for box, _ in boxes.get(key, ())]
+        itemsize = dtype_from_name(info.dtype).itemsize
+        grid = choose_grid(info.global_shape, held, itemsize, zarr_format)
+        arrays[key] = Array(paths[key], info.dtype, info.global_shape, grid)
+    return arrays
+
+
+def _split(
+    arrays: Mapping[str, Array], key: str, box: Box, itemsize: int, max_nbytes: int
+) -> Iterable[Box]:
+    array = arrays[key]
+    inside = whole_cells(box, array.grid.cell, array.shape)
+    return split_on_grid(inside, array.grid.cell, itemsize, max_nbytes) if inside else ()
+
+
+def _borders(array: Array, held: Iterable[_Piece]) -> Iterator[tuple[Box, list[_Piece]]]:
+    """Yield the cells that no box fills, in order, with what lies in each."""
+    cells: dict[tuple[int, ...], list[_Piece]] = defaultdict(list)
+    cell = array.grid.cell
+    for box, writers in held:
+        for part in around(box, whole_cells(box, cell, array.shape)):
+            touched = list(cells_of(part, cell))
+            for numbers in touched:
+                inside = cell_box(numbers, cell, array.shape) if len(touched) > 1 else part
+                piece = part.intersect(inside)
+                if piece is not None:
+                    cells[numbers].append((piece, writers))
+    for numbers, pieces in sorted(cells.items()):
+        yield cell_box(numbers, cell, array.shape), pieces
+
+
+def _owner(pieces: Iterable[_Piece]) -> int:
+    """Return the rank that has most of a cell, the lowest of several."""
+    volume: dict[int, int] = defaultdict(int)
+    for box, writers in pieces:
+        for rank, _ in writers:
+            volume[rank] += math.prod(box.shape)
+    return min(volume, key=lambda rank: (-volume[rank], rank))

@@ -1,0 +1,130 @@
+"""The end of a save: whether it may take its target's place, and how it does.
+
+Here: the check of the target, the manifest of all files, the marker, the rename. Not here: the
+steps before (``_saving``), the rename itself (``_engine.commit``). Runs on rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from typing import TYPE_CHECKING
+
+from dist_ckpt._formats.documents import Manifest, files_of_checkpoint, write_documents
+from dist_ckpt.errors import CheckpointingException, StorageError
+from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage.local import fsync_directory, storage_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from dist_ckpt._engine.commit import Attempt
+    from dist_ckpt._formats.base import SavePlan, Written
+    from dist_ckpt.core import CheckpointingConfig
+    from dist_ckpt.options import SaveOptions
+
+__all__ = ["all_files", "check_target", "publish"]
+
+_REPLACEABLE = (stat.S_ISDIR, stat.S_ISREG, stat.S_ISLNK)
+
+
+def check_target(target: Path, options: SaveOptions) -> None:
+    with storage_errors("look at", target):
+        mode = target.lstat().st_mode if os.path.lexists(target) else None
+        if mode is not None and not any(kind(mode) for kind in _REPLACEABLE):
+            raise StorageError(
+                f"{target} is a device, pipe or socket, which is never replaced.",
+                hint="choose another path.",
+            )
+        if options.replace == "any":
+            return
+        if mode is not None and not stat.S_ISDIR(mode):
+            raise StorageError(f"{target} is a file or a link, not a checkpoint directory.")
+        occupied = target.is_dir() and any(target.iterdir())
+        if occupied and not files_of_checkpoint(target):
+            raise StorageError(
+                f"Checkpoint destination directory ({target}) is not empty, and no checkpoint of "
+                "ours is committed there.",
+                hint="choose another path, or remove what stands there.",
+            )
+
+
+def publish(
+    attempt: Attempt,
+    documents: Mapping[str, bytes],
+    files: Mapping[str, int],
+    config: CheckpointingConfig,
+    *,
+    world_size: int,
+    include_dir: Path | None,
+) -> None:
+    """Write the documents, the marker last, and rename the attempt into place.
+
+    Args:
+        attempt: Complete but for its documents.
+        documents: The format's and the common part's.
+        files: All data files with their sizes.
+        config: What the marker says.
+        world_size: Number of ranks that saved.
+        include_dir: Its entries are moved into the checkpoint.
+    """
+    if include_dir is not None:
+        with storage_errors("include", include_dir):
+            _include(include_dir, attempt.directory)
+    manifest = Manifest(files=files, world_size=world_size, checkpoint_id=attempt.checkpoint_id)
+    write_documents(LocalStore(attempt.directory), documents, manifest, config)
+    try:
+        old_files = files_of_checkpoint(attempt.target)
+    except CheckpointingException:
+        # An unreadable old manifest must not stand in the way of a good new checkpoint: all that
+        # lies there is then kept beside it.
+        old_files = frozenset()
+    attempt.publish(old_files=old_files)
+
+
+def all_files(written: Sequence[Written], plan: SavePlan, directory: Path) -> dict[str, int]:
+    """Return all data files with their sizes: as the ranks told, or as the directory has them."""
+    files = dict(plan.files)
+    for one in written:
+        if one.files is None:
+            return _synced_files(directory)
+        files |= one.files
+    return files
+
+
+def _synced_files(directory: Path) -> dict[str, int]:
+    """Return all files below ``directory`` with their sizes, after making them durable."""
+    with storage_errors("sync", directory):
+        _sync_tree(directory)
+        return {
+            path.relative_to(directory).as_posix(): path.stat().st_size
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        }
+
+
+def _include(source: Path, destination: Path) -> None:
+    taken = [entry.name for entry in source.iterdir() if os.path.lexists(destination / entry.name)]
+    if taken:
+        raise StorageError(
+            f"cannot include {source}: the checkpoint has {', '.join(sorted(taken))} itself.",
+            hint="give what is included another name.",
+        )
+    for entry in sorted(source.iterdir()):
+        shutil.move(entry, destination / entry.name)
+        _sync_tree(destination / entry.name)
+
+
+def _sync_tree(path: Path) -> None:
+    """Make a file, or a folder with all that is in it, durable."""
+    if path.is_symlink():
+        return
+    if path.is_dir():
+        for entry in path.iterdir():
+            _sync_tree(entry)
+        fsync_directory(path)
+        return
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
