@@ -7,9 +7,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
-__all__ = ["Communicator", "PathLike", "ReplicaId", "ShardedStateDict", "StateDict", "Writer"]
+from dist_ckpt.errors import ConfigError
+
+__all__ = [
+    "STATE_DICT",
+    "Communicator",
+    "PathLike",
+    "RankInfo",
+    "ReplicaId",
+    "ShardedStateDict",
+    "StateDict",
+    "Writer",
+]
 
 StateDict: TypeAlias = dict[str, Any]
 """Nested dicts and lists with tensors and other objects as leaves."""
@@ -61,3 +73,32 @@ class Communicator(Protocol):
     ) -> R:
         """Like ``map_reduce``, but ``combine`` returns one result for each rank, in rank order."""
         ...
+
+
+STATE_DICT: TypeAlias = dict[str, Any]
+"""What a ``Checkpointer`` saves and loads: this rank's own nested state (torch's name for it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """Which rank of how many this process is.
+
+    Attributes:
+        global_rank: From 0 to ``global_world_size - 1``.
+        global_world_size: Number of ranks that save together.
+    """
+
+    global_rank: int
+    global_world_size: int
+
+    def __post_init__(self) -> None:
+        """Refuse what is no rank.
+
+        Raises:
+            ConfigError: The rank is not within the world.
+        """
+        if not 0 <= self.global_rank < self.global_world_size:
+            raise ConfigError(
+                f"rank {self.global_rank} is not one of {self.global_world_size} ranks.",
+                hint="ranks count from 0.",
+            )

@@ -1,0 +1,163 @@
+"""One rank's state dict, written as its part of a checkpoint.
+
+Here: ``CheckpointWriter`` and its hooks. Not here: the key space (``_rank_state``), how a
+checkpoint is written and committed (``serialization``). The names are those of torch's
+``_experimental`` checkpointer (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dist_ckpt._comm import SingleCommunicator, default_communicator
+from dist_ckpt._rank_state import to_sharded
+from dist_ckpt.barriers import MeetingBarrier
+from dist_ckpt.errors import ConfigError
+from dist_ckpt.options import SaveOptions, checked_path, path_to_tell
+from dist_ckpt.serialization import save
+from dist_ckpt.types import RankInfo
+
+if TYPE_CHECKING:
+    from dist_ckpt.barriers import Barrier
+    from dist_ckpt.types import STATE_DICT, Communicator, PathLike, ShardedStateDict
+
+__all__ = ["CheckpointWriter", "CheckpointWriterConfig", "WriterHook"]
+
+logger = logging.getLogger(__name__)
+
+
+class WriterHook(ABC):
+    """What is done before and after a checkpoint is committed, on every rank.
+
+    What a hook raises on one rank is raised on all.
+    """
+
+    @abstractmethod
+    def pre_commit(self, path: str, **kwargs: Any) -> None:
+        """Act before anything is written; if this raises on any rank, nothing is committed."""
+
+    @abstractmethod
+    def post_commit(self, path: str, **kwargs: Any) -> None:
+        """Act after the commit; if this raises, the checkpoint stands all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWriterConfig:
+    """How to write.
+
+    Attributes:
+        write_barrier_timeout_secs: How long ranks wait for each other in one step, in seconds.
+        save_options: Further choices; its ``timeout_secs`` does not count.
+    """
+
+    write_barrier_timeout_secs: float = 600
+    save_options: SaveOptions = SaveOptions()  # noqa: RUF009 - frozen
+
+    def __post_init__(self) -> None:
+        """Refuse a timeout that no save can keep.
+
+        Raises:
+            ConfigError: It is not positive.
+        """
+        replace(self.save_options, timeout_secs=self.write_barrier_timeout_secs)
+
+
+class CheckpointWriter:
+    """Writes this rank's part; the checkpoint is there once all ranks have written theirs.
+
+    Ranks meet through ``barrier`` if it is one of ours, else through the default process group. A
+    barrier of another kind is executed before anything is written.
+
+    Args:
+        config: How to write.
+        rank_info: Which rank this is; that of the default process group if None.
+        barrier: Where ranks meet.
+        commit_hook: What to do before and after the commit.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointWriterConfig | None = None,
+        rank_info: RankInfo | None = None,
+        barrier: Barrier | None = None,
+        commit_hook: WriterHook | None = None,
+    ) -> None:
+        """Remember what is given; nothing is exchanged yet."""
+        self._config = config or CheckpointWriterConfig()
+        self._rank_info = rank_info or default_rank_info()
+        self._barrier = barrier
+        self._commit_hook = commit_hook
+
+    def meet_through(self, barrier: MeetingBarrier) -> None:
+        """Let ranks meet through ``barrier``, unless the writer was given one of ours."""
+        if not isinstance(self._barrier, MeetingBarrier):
+            self._barrier = barrier
+
+    def write(self, state_dict: STATE_DICT, path: PathLike, **kwargs: Any) -> None:
+        """Write this rank's part of the checkpoint at ``path``. Collective.
+
+        When this returns, the checkpoint is durable and visible; when it raises, it raises on every
+        rank, and (except for ``post_commit``) nothing is committed.
+
+        Args:
+            state_dict: This rank's state.
+            path: Directory of the checkpoint, the same on all ranks.
+            kwargs: Passed to the hook.
+
+        Raises:
+            CheckpointingException: Whatever failed on any rank.
+        """
+        target, comm, hook = path_to_tell(path), self._communicator(), self._commit_hook
+
+        def prepare() -> ShardedStateDict:
+            self._check(state_dict, path, comm)
+            sharded = to_sharded(state_dict, self._rank_info)
+            if hook is not None:
+                hook.pre_commit(str(target), **kwargs)
+            return sharded
+
+        prepared = functools.cache(prepare)
+        comm.map_reduce(f"preparing {target}", lambda: prepared() is None, lambda _: None)
+        if self._barrier is not None and not isinstance(self._barrier, MeetingBarrier):
+            self._barrier.execute_barrier()
+        save(prepared(), target, communicator=comm, options=self._config.save_options)
+
+        def finish() -> None:
+            if hook is not None:
+                hook.post_commit(str(target), **kwargs)
+
+        comm.map_reduce(f"after the commit of {target}", finish, lambda _: None)
+        logger.debug("rank %d wrote its part of %s", self._rank_info.global_rank, target)
+
+    def close(self) -> None:
+        """Do nothing; for subclasses that hold something."""
+
+    def _communicator(self) -> Communicator:
+        timeout_secs = self._config.write_barrier_timeout_secs
+        if self._rank_info.global_world_size == 1:
+            return SingleCommunicator()
+        if isinstance(self._barrier, MeetingBarrier):
+            return self._barrier.communicator(timeout_secs=timeout_secs)
+        return default_communicator(timeout_secs=timeout_secs)
+
+    def _check(self, state_dict: object, path: object, comm: Communicator) -> None:
+        checked_path(path)
+        if not isinstance(state_dict, Mapping):
+            raise ConfigError(f"expected a state dict, found a {type(state_dict).__name__}.")
+        told = RankInfo(comm.rank, comm.size)
+        if told != self._rank_info:
+            raise ConfigError(
+                f"the writer was told {self._rank_info}, but ranks meet as {told}.",
+                hint="init_process_group first, or give a TCPStoreBarrier.",
+            )
+
+
+def default_rank_info() -> RankInfo:
+    """Return this process's rank in the default process group; 0 of 1 if there is none."""
+    comm = default_communicator()
+    return RankInfo(comm.rank, comm.size)
