@@ -14,6 +14,21 @@ WEIGHTS = {
     "dist_ckpt.mapping": {"pydantic", "yaml", "tensorstore", "torch.distributed.checkpoint"},
     "dist_ckpt.serialization": {"pydantic", "yaml", "tensorstore", "torch.distributed.checkpoint"},
     "dist_ckpt.config": {"torch", "tensorstore"},
+    "dist_ckpt.strategies.base": {
+        "pydantic",
+        "yaml",
+        "tensorstore",
+        "torch.distributed.checkpoint",
+    },
+    "dist_ckpt.strategies.zarr": {"pydantic", "yaml", "tensorstore", "zarr"},
+    "dist_ckpt.strategies.state_dict_saver": {"pydantic", "yaml", "tensorstore"},
+    "dist_ckpt.tensor_aware_state_dict": {
+        "pydantic",
+        "yaml",
+        "tensorstore",
+        "nvidia_resiliency_ext",
+    },
+    "dist_ckpt.checkpointer": {"pydantic", "yaml", "tensorstore"},
 }
 
 

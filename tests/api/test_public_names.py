@@ -10,9 +10,9 @@ import pytest
 import dist_ckpt
 
 PUBLIC = sorted(
-    f"dist_ckpt.{module.name}"
-    for module in pkgutil.iter_modules(dist_ckpt.__path__)
-    if not module.name.startswith("_")
+    module.name
+    for module in pkgutil.walk_packages(dist_ckpt.__path__, prefix="dist_ckpt.")
+    if "._" not in module.name
 )
 
 
