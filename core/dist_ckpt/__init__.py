@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from dist_ckpt.mapping import (
         LocalNonpersistentObject,
+        LocalNonpersitentObject,
         ShardedObject,
         ShardedTensor,
         ShardedTensorFactory,
@@ -56,6 +57,7 @@ _HOME = {
     "InvalidShardingError": "errors",
     "LoadOptions": "serialization",
     "LocalNonpersistentObject": "mapping",
+    "LocalNonpersitentObject": "mapping",
     "MismatchError": "errors",
     "RankFailedError": "errors",
     "SaveOptions": "serialization",
@@ -91,6 +93,7 @@ __all__ = [
     "InvalidShardingError",
     "LoadOptions",
     "LocalNonpersistentObject",
+    "LocalNonpersitentObject",
     "MismatchError",
     "RankFailedError",
     "SaveOptions",

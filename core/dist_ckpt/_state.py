@@ -191,6 +191,10 @@ def merge_after_load(
 ) -> StateDict:
     """Put together what was loaded.
 
+    Loaded and local objects are put in as they are: containers in them are values, not the state
+    dict's, whatever their class and whoever else refers to them. Only where the common part has a
+    dict or list at the same place are the two merged.
+
     Args:
         parts: The request.
         common: The common part; owned by the caller's load, may be reused.
@@ -200,10 +204,13 @@ def merge_after_load(
     Raises:
         MismatchError: A list of the request and of the checkpoint differ in length.
     """
+    whole = {id(one) for one in objects.values()}
 
     def value(leaf: object) -> object:
         if isinstance(leaf, LocalNonpersistentObject):
-            return leaf.unwrap()
+            local = leaf.unwrap()
+            whole.add(id(local))
+            return local
         if isinstance(leaf, ShardedTensor):
             return tensors.get(id(leaf), _ABSENT)
         if isinstance(leaf, ShardedObject):
@@ -212,7 +219,7 @@ def merge_after_load(
 
     loaded = _map_leaves(value, parts.template)
     loaded = apply_factory_merges(loaded, parts.factories)
-    merged = _merged(common, loaded, ())
+    merged = _merged(common, loaded, (), whole)
     return merged if isinstance(merged, dict) else {}
 
 
@@ -224,25 +231,28 @@ def _map_leaves(f: Callable[[object], object], node: Any) -> Any:
     return f(node)
 
 
-def _merged(common: Any, loaded: Any, path: tuple[Any, ...]) -> Any:
+def _merged(common: Any, loaded: Any, path: tuple[Any, ...], whole: set[int]) -> Any:
+    """Return both together; ``whole`` has the ids of loaded values that are not to be entered."""
+    if id(loaded) in whole and (common is _ABSENT or _is_hole(common)):
+        return loaded
     if isinstance(loaded, dict):
         # A copy keeps the class: an OrderedDict or a Counter stays one.
         base = copy.copy(common) if isinstance(common, dict) and not _is_hole(common) else {}
         for key, value in loaded.items():
-            result = _merged(base.get(key, _ABSENT), value, (*path, key))
+            result = _merged(base.get(key, _ABSENT), value, (*path, key), whole)
             if result is not _ABSENT:
                 base[key] = result
         return base
     if isinstance(loaded, list):
-        return _merged_list(common, loaded, path)
+        return _merged_list(common, loaded, path, whole)
     if loaded is _ABSENT:
         return None if path and isinstance(path[-1], int) and _is_hole(common) else common
     return loaded
 
 
-def _merged_list(common: Any, loaded: list[Any], path: tuple[Any, ...]) -> Any:
+def _merged_list(common: Any, loaded: list[Any], path: tuple[Any, ...], whole: set[int]) -> Any:
     if isinstance(common, list) and common:
-        if _is_plain(loaded) and len(loaded) != len(common):
+        if _is_plain(loaded, whole) and len(loaded) != len(common):
             return [None if _is_hole(one) else one for one in common]
         if len(loaded) != len(common):
             raise MismatchError(
@@ -250,20 +260,22 @@ def _merged_list(common: Any, loaded: list[Any], path: tuple[Any, ...]) -> Any:
                 f"{len(common)} are stored"
             )
         pairs = enumerate(zip(common, loaded, strict=True))
-        return [_merged(c, v, (*path, i)) for i, (c, v) in pairs]
+        return [_merged(c, v, (*path, i), whole) for i, (c, v) in pairs]
     # A list of nothing but shards: rank 0 may have had none of them and stored an empty list.
-    values = [_merged(_ABSENT, v, (*path, i)) for i, v in enumerate(loaded)]
+    values = [_merged(_ABSENT, v, (*path, i), whole) for i, v in enumerate(loaded)]
     if values and all(value is _ABSENT for value in values):
         return common
     return [None if value is _ABSENT else value for value in values]
 
 
-def _is_plain(loaded: Any) -> bool:
+def _is_plain(loaded: Any, whole: set[int]) -> bool:
     """Whether nothing in this part of the request was sharded: the stored values stand for it."""
+    if id(loaded) in whole:
+        return False
     if isinstance(loaded, dict):
-        return all(map(_is_plain, loaded.values()))
+        return all(_is_plain(one, whole) for one in loaded.values())
     if isinstance(loaded, list):
-        return all(map(_is_plain, loaded))
+        return all(_is_plain(one, whole) for one in loaded)
     return loaded is _ABSENT
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dist_ckpt.types import ShardedStateDict, StateDict
 
 __all__ = [
+    "KEEP_VARS_HINT",
     "get_optim_param_to_id_map",
     "get_param_id_to_sharded_param_map",
     "make_sharded_optimizer_tensor",
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+KEEP_VARS_HINT = "was the state dict taken with keep_vars=True?"
+"""Megatron-Core's own optimizer imports this name, to say the same."""
 
 ShardedParam: TypeAlias = ShardedTensor | ShardedTensorFactory
 
@@ -61,8 +65,7 @@ def get_param_id_to_sharded_param_map(
     }
     if not sharded_params:
         logger.warning(
-            "No sharded parameter of the model is a parameter of the optimizer; "
-            "was the state dict taken with keep_vars=True?"
+            "No sharded parameter of the model is a parameter of the optimizer; %s", KEEP_VARS_HINT
         )
     return sharded_params
 

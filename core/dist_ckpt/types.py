@@ -15,6 +15,7 @@ from dist_ckpt.errors import ConfigError
 __all__ = [
     "STATE_DICT",
     "Communicator",
+    "ForeignValue",
     "PathLike",
     "RankInfo",
     "ReplicaId",
@@ -102,3 +103,33 @@ class RankInfo:
                 f"rank {self.global_rank} is not one of {self.global_world_size} ranks.",
                 hint="ranks count from 0.",
             )
+
+
+class ForeignValue:
+    """Stands for a value that another library pickled by its class, which is not imported here.
+
+    Attributes:
+        type_name: The class, with its module.
+        arguments: What it was made from; for a member of an enum, its value.
+    """
+
+    __slots__ = ("arguments", "type_name")
+
+    def __init__(self, type_name: str, *arguments: Any) -> None:
+        """Keep both; nothing is called."""
+        self.type_name, self.arguments = type_name, arguments
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other one stands for the same."""
+        if not isinstance(other, ForeignValue):
+            return NotImplemented
+        return (self.type_name, self.arguments) == (other.type_name, other.arguments)
+
+    def __hash__(self) -> int:
+        """Return a hash of what it stands for."""
+        return hash((self.type_name, self.arguments))
+
+    def __repr__(self) -> str:
+        """Return it as it would be called."""
+        arguments = ", ".join(map(repr, self.arguments))
+        return f"<{self.type_name}({arguments}), not imported>"

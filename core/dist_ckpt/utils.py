@@ -171,6 +171,8 @@ def apply_prefix_mapping(
 
 
 def _distinct_sharded_leaves(sharded_state_dict: ShardedStateDict) -> list[ShardedBase]:
+    if isinstance(sharded_state_dict, ShardedBase):  # contract: one leaf will do
+        return [sharded_state_dict]
     reject_hidden_leaves(sharded_state_dict)
     leaves = (leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase))
     return list({id(leaf): leaf for leaf in leaves}.values())

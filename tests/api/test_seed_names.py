@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import dist_ckpt
 from tests.api._seeds import PAGES, SEEDS, Seed
 
 NO = inspect.Parameter.empty
@@ -198,6 +199,7 @@ def test_both_spellings_are_one_class() -> None:
     mapping = importlib.import_module("dist_ckpt.mapping")
 
     assert mapping.LocalNonpersitentObject is mapping.LocalNonpersistentObject
+    assert dist_ckpt.LocalNonpersitentObject is dist_ckpt.LocalNonpersistentObject
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime as dt
 import enum
+import io
 import json
 import pickle
 import random
@@ -24,6 +25,7 @@ from dist_ckpt.errors import (
     InvalidShardingError,
     UnsafeContentError,
 )
+from dist_ckpt.types import ForeignValue
 
 
 class Colour(str, enum.Enum):
@@ -90,6 +92,21 @@ def test_generator_states() -> None:
     assert back["python"] == state["python"]
     random.setstate(back["python"])
     np.random.RandomState().set_state(back["numpy"])
+
+
+@pytest.mark.parametrize("nbytes", [0, 3, 5000], ids=["empty", "inline", "beside"])
+def test_buffers(nbytes: int) -> None:
+    """Modules leave their extra state in an ``io.BytesIO``: bytes and position are kept."""
+    value = io.BytesIO(bytes(i % 251 for i in range(nbytes)))
+    value.seek(2)
+
+    encoded = encode(value)
+    back = decode(json.loads(json.dumps(encoded.document)), encoded.tensors)
+
+    assert type(back) is io.BytesIO
+    assert (back.getvalue(), back.tell()) == (value.getvalue(), 2)
+    assert list(iter_pickled(encoded.document)) == []
+    assert len(encoded.tensors) == (nbytes > 4096)
 
 
 def test_a_shared_tensor_is_stored_once() -> None:
@@ -305,6 +322,10 @@ DAMAGES = (
            says="no plain array"),
     Damage(id="array-tensor", document={"$ndarray": ["<f4", [2], {"$tensor": 0}]},
            says="no row of bytes"),
+    Damage(id="buffer", document={"$bytes_io": ["a", 0]}, says="no bytes"),
+    Damage(id="buffer-tensor", document={"$bytes_io": [{"$tensor": 0}, 0]}, says="no row of bytes"),
+    Damage(id="buffer-place", document={"$bytes_io": [{"$bytes": ""}, -1]},
+           says="malformed '$bytes_io'"),
     Damage(id="fraction", document={"$fraction": [1, 0]}, says="malformed '$fraction'"),
     Damage(id="decimal", document={"$decimal": "x"}, says="malformed '$decimal'"),
     Damage(id="no-json", document={1, 2}, says="set is no JSON type"),
@@ -341,3 +362,11 @@ def test_offsets_of_times_are_exact(offset: dt.timedelta) -> None:
 def test_sets_are_written_in_one_order() -> None:
     """The document does not depend on the process's hash seed."""
     assert encode({"b", "a", "c"}).document == {"$set": ["a", "b", "c"]}
+
+
+def test_what_stands_for_a_foreign_value_stays_so() -> None:
+    """It is written as the name and the arguments it has: no class of others is needed."""
+    value = ForeignValue("megatron.core.enums.ModelType", 1, ("a", b"b"))
+
+    assert round_trip(value) == value
+    assert encode(value).document["$foreign"][0] == "megatron.core.enums.ModelType"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import pytest
@@ -84,6 +85,28 @@ def test_factories_are_built_in_a_copy() -> None:
 def test_a_load_put_together(request_: Any, common: Any, expected: Any) -> None:
     """Sharded leaves of the request in the common part of the checkpoint."""
     assert merged(request_, common) == expected
+
+
+def test_objects_come_back_as_they_are() -> None:
+    """Containers in them are values: class, identity and circles stay, also in lists."""
+    local: dict[str, Any] = collections.OrderedDict(a=1)
+    circle: list[Any] = []
+    circle.append(circle)
+    request = {
+        "local": LocalNonpersistentObject(local),
+        "object": ShardedObject("o", None, (1,), (0,)),
+        "list": [LocalNonpersistentObject(circle), 2],
+    }
+    parts = split_for_load(request)
+
+    loaded = merge_after_load(
+        parts, {"list": [HOLE, 2], "x": 3}, {}, {id(o): circle for o in parts.objects}
+    )
+
+    assert loaded["local"] is local
+    assert loaded["object"] is circle
+    assert loaded["list"][0] is circle
+    assert (loaded["list"][1], loaded["x"]) == (2, 3)
 
 
 def test_leaves_that_were_not_found() -> None:

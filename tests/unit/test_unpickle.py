@@ -20,8 +20,10 @@ import pytest
 import torch
 
 from dist_ckpt import CheckpointingException, ConfigError, CorruptedCheckpointError
+from dist_ckpt._formats.torch_dist import unpickle
 from dist_ckpt._formats.torch_dist.unpickle import unpickled
 from dist_ckpt.errors import UnsafeContentError
+from dist_ckpt.types import ForeignValue
 
 
 class Colour(enum.Enum):
@@ -112,6 +114,16 @@ def test_nothing_stays_admitted() -> None:
     load(saved(PLAIN["namespace"]))
 
     assert set(torch.serialization.get_safe_globals()) == before
+
+
+def test_another_thread_may_be_at_the_wider_way() -> None:
+    """What it admits meanwhile is no plain value yet: it is finished here too."""
+    value = {"numpy": np.random.RandomState(3).get_state(), "dtype": np.dtype("f4")}
+
+    with torch.serialization.safe_globals(unpickle._plain_types()):
+        loaded = load(saved(value))
+
+    assert same(loaded, value)
 
 
 def test_what_the_program_admits_counts() -> None:
@@ -235,3 +247,46 @@ def test_the_stand_ins_are_no_way_out() -> None:
     with pytest.raises(UnsafeContentError, match="numpy"):
         load(saved(Trick()))
     assert pickle.loads(pickle.dumps(Trick())) == np.frombuffer(b"12345678", np.int64)
+
+
+THEIRS = "megatron.core.transformer.enums"
+
+
+@pytest.fixture
+def backend() -> Iterator[type[enum.Enum]]:
+    """Return an enum of a module of Megatron-Core that is there while the test pickles only."""
+    names = ["megatron", "megatron.core", "megatron.core.transformer", THEIRS]
+    sys.modules.update({name: types.ModuleType(name) for name in names})
+    module = sys.modules[THEIRS]
+    exec("import enum\nclass AttnBackend(enum.Enum):\n    flash = 1", module.__dict__)  # noqa: S102 - a module of the test
+    yield module.AttnBackend
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_enums_of_megatron_stand_for_themselves(
+    backend: type[enum.Enum], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A member of theirs is a name and a value; nothing of theirs is imported, nothing stays open."""
+    data = saved({"args": argparse.Namespace(lr=0.125, attention=backend["flash"]), "n": 7})
+    del sys.modules[backend.__module__]
+    before = torch.serialization.get_safe_globals()
+
+    value = unpickled(data, what="args", where="common.pt", allow_pickle=False)
+
+    found = value["args"].attention
+    assert found == ForeignValue("megatron.core.transformer.enums.AttnBackend", 1)
+    assert found != ForeignValue("megatron.core.transformer.enums.AttnBackend", 2)
+    assert "AttnBackend(1), not imported" in repr(found)
+    assert (value["args"].lr, value["n"]) == (0.125, 7)
+    assert "AttnBackend" in caplog.text
+    assert backend.__module__ not in sys.modules
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+def test_enums_of_megatron_open_no_door(backend: type[enum.Enum]) -> None:
+    """Beside something that is refused, all is refused, and named."""
+    data = saved({"backend": backend["flash"], "code": Code()})
+
+    with pytest.raises(UnsafeContentError, match=r"AttnBackend.*system"):
+        unpickled(data, what="args", where="common.pt", allow_pickle=False)

@@ -91,6 +91,17 @@ def test_an_object_gets_its_prefix_once() -> None:
     assert (x.key, y.key) == ("p.x", "p.y")
 
 
+def test_a_leaf_alone_gets_its_prefix() -> None:
+    """A factory's function may have nothing but one shard at hand."""
+    [x] = named("x")
+
+    add_prefix_for_sharding(x, "p.")  # type: ignore[arg-type]
+    replace_prefix_for_sharding(x, "p.", "q.")  # type: ignore[arg-type]
+    apply_prefix_mapping(x, {"q.": "r."})  # type: ignore[arg-type]
+
+    assert x.key == "r.x"
+
+
 def test_replace_prefix() -> None:
     """Shared objects change once too; only the front is replaced."""
     [x, y] = named("old.old.x", "old.y")

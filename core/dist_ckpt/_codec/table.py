@@ -12,6 +12,7 @@ import collections
 import datetime as dt
 import decimal
 import fractions
+import io
 import os
 import pathlib
 import types
@@ -22,6 +23,8 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+
+from dist_ckpt.types import ForeignValue
 
 __all__ = ["BY_CLASS", "BY_TAG", "FACTORIES", "NUMPY_SCALAR", "Rule", "from_base64", "to_base64"]
 
@@ -101,6 +104,28 @@ def _load_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+def _dump_bytes_io(value: io.BytesIO) -> Any:
+    if value.closed or vars(value):
+        return NotImplemented
+    data = value.getvalue()
+    if len(data) <= _INLINE_NBYTES:
+        return [data, value.tell()]
+    return [torch.frombuffer(bytearray(data), dtype=torch.uint8), value.tell()]
+
+
+def _load_bytes_io(payload: list[Any]) -> io.BytesIO:
+    raw, position = payload
+    if isinstance(raw, torch.Tensor):
+        if raw.dtype != torch.uint8 or raw.dim() != 1:
+            raise ValueError("the data of a buffer is no row of bytes")
+        raw = raw.contiguous().numpy().tobytes()
+    if type(raw) is not bytes:
+        raise ValueError("the data of a buffer is no bytes")
+    value = io.BytesIO(raw)
+    value.seek(position)
+    return value
+
+
 def _load_range(payload: list[Any]) -> range:
     return range(*payload)
 
@@ -153,6 +178,7 @@ _TABLE: Final = (
     Rule("$complex", complex, list, lambda x: [repr(x.real), repr(x.imag)], _load_complex),
     Rule("$bytes", bytes, str, to_base64, from_base64),
     Rule("$bytearray", bytearray, str, to_base64, lambda x: bytearray(from_base64(x))),
+    Rule("$bytes_io", io.BytesIO, list, _dump_bytes_io, _load_bytes_io),
     Rule("$tuple", tuple, list, list, tuple),
     Rule("$set", set, list, list, set),
     Rule("$frozenset", frozenset, list, list, frozenset),
@@ -163,6 +189,8 @@ _TABLE: Final = (
          _load_attributes(argparse.Namespace)),
     Rule("$simple_namespace", types.SimpleNamespace, dict, lambda x: dict(vars(x)),
          _load_attributes(types.SimpleNamespace)),
+    Rule("$foreign", ForeignValue, list, lambda x: [x.type_name, *x.arguments],
+         lambda x: ForeignValue(*x)),
     Rule("$posix_path", pathlib.PosixPath, str, str, _POSIX),
     Rule("$windows_path", pathlib.WindowsPath, str, str, _WINDOWS),
     Rule("$pure_posix_path", pathlib.PurePosixPath, str, str, pathlib.PurePosixPath),

@@ -8,7 +8,9 @@ every rank, from the thread that loads.
 from __future__ import annotations
 
 import argparse
+import functools
 import io
+import logging
 import math
 import pathlib
 import pickle
@@ -21,6 +23,7 @@ import torch
 
 from dist_ckpt._formats.torch_dist.mcore import checked_shape
 from dist_ckpt.errors import ConfigError, CorruptedCheckpointError, UnsafeContentError
+from dist_ckpt.types import ForeignValue
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -30,11 +33,14 @@ if TYPE_CHECKING:
 
 __all__ = ["unpickled"]
 
+logger = logging.getLogger(__name__)
+
 _WIDENING = threading.Lock()
 """``torch.serialization.safe_globals`` changes what the whole process admits."""
 
 _PLAIN_KINDS = re.compile(r"([biufc]\d{1,2}|[SU]\d{1,9})", re.ASCII)
 _NUMPY = "numpy."
+_MEGATRON = "megatron."
 
 
 def unpickled(data: bytes, *, what: str, where: str, allow_pickle: bool) -> Any:
@@ -42,7 +48,7 @@ def unpickled(data: bytes, *, what: str, where: str, allow_pickle: bool) -> Any:
 
     Without ``allow_pickle``: tensors, dtypes, numbers, text, bytes, lists, tuples, dicts and sets;
     ``argparse.Namespace``, ``types.SimpleNamespace``, paths, ``io.BytesIO``; numpy's numbers, and
-    its arrays of numbers and text.
+    its arrays of numbers and text; ``ForeignValue`` for members of Megatron-Core's enums.
 
     Args:
         data: The record.
@@ -83,12 +89,30 @@ def unpickled(data: bytes, *, what: str, where: str, allow_pickle: bool) -> Any:
 
 def _restricted(data: bytes) -> Any:
     try:
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        # Only now the wider way, which for its duration is open to the whole process. So the plain
+        # way may meet stand-ins, too, while another thread is at the wider one.
+        with _WIDENING, torch.serialization.safe_globals(_plain_types()):
+            value = _widened(data)
+    return _finished(value, {})
+
+
+def _widened(data: bytes) -> Any:
+    """Load with the plain types; names of Megatron-Core, which need not be here, are values.
+
+    Its ``args`` hold members of its enums: a name and a number, nothing that has to run.
+    """
+    try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
-        # Only now the wider way, which for its duration is open to the whole process.
-        with _WIDENING, torch.serialization.safe_globals(_plain_types()):
-            value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    return _finished(value, {})
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+        if not names or not all(name.startswith(_MEGATRON) for name in names):
+            raise
+        logger.warning("not imported, but named: %s", shortened(sorted(names)))
+        stand_ins = [(functools.partial(ForeignValue, name), name) for name in names]
+        with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]  # pairs, too
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _offenders(data: bytes, error: Exception) -> str:
