@@ -255,3 +255,12 @@ def test_a_compressed_array(path: Path) -> None:
 
     assert (path / "z" / "0").stat().st_size < 4000
     assert load_plain_tensors(path)["z"].tolist() == [1] * 1000
+
+
+def test_chunks_without_their_document_are_named(path: Path) -> None:
+    """An array that lost its .zarray is damage, not a key less."""
+    written(path, "other/x")
+    (path / "w" / ".zarray").unlink()
+
+    with pytest.raises(CorruptedCheckpointError, match=r"'w' has chunks but no \.zarray"):
+        load_plain_tensors(path)

@@ -7,6 +7,7 @@ on rank 0; all ranks get its result.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["open_foreign_zarr"]
 
+_CHUNK = re.compile(r"\d+(\.\d+)*", re.ASCII)
 _MOST_COMPRESSION = 1 << 16
 """No array that anybody trained shrinks further; one that claims to would only take memory."""
 
@@ -45,7 +47,9 @@ def open_foreign_zarr(directory: Path) -> CheckpointContents:
     nbytes: dict[str, int] = defaultdict(int)
     for one in files:
         nbytes[one.folder] += one.nbytes
+    orphans = {one.folder for one in files if _CHUNK.fullmatch(one.name)} - index.tensors.keys()
     problems = [f"{name} is a link" for name in links]
+    problems += [f"{name!r} has chunks but no .zarray" for name in sorted(orphans)]
     problems += _too_short(index, nbytes, directory)
     if problems:
         raise CorruptedCheckpointError(
