@@ -403,7 +403,9 @@ class ShardedTensor(ShardedBase):
         elif isinstance(data, torch.Tensor):
             if data.dtype != dtype:
                 yield f"dtype is {dtype} but data has {data.dtype}"
-            if tuple(data.shape) != self.data_shape:
+            if data.is_nested:
+                yield "data is a nested tensor, which has no shape"
+            elif tuple(data.shape) != self.data_shape:
                 yield f"data has shape {tuple(data.shape)}, expected {self.data_shape}"
         elif data is not None:
             yield f"data must be a tensor, not {type(data).__name__}"

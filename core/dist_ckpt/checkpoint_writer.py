@@ -124,7 +124,8 @@ class CheckpointWriter:
         prepared = functools.cache(prepare)
         comm.map_reduce(f"preparing {target}", lambda: prepared() is None, lambda _: None)
         if self._barrier is not None and not isinstance(self._barrier, MeetingBarrier):
-            self._barrier.execute_barrier()
+            # Inside of an exchange: a barrier that fails on one rank fails on all.
+            comm.map_reduce("waiting at a barrier", self._barrier.execute_barrier, lambda _: None)
         save(prepared(), target, communicator=comm, options=self._config.save_options)
 
         def finish() -> None:

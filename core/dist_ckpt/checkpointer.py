@@ -238,7 +238,8 @@ def _in_order(state_dict: Any, path: Any) -> tuple[Any, Any]:
 
 
 def _location(path: PathLike) -> str:
-    return os.path.abspath(path_to_tell(path))  # noqa: PTH100 - resolve() would follow links
+    """Return what is equal for two paths of one place, also if a link leads there."""
+    return os.path.realpath(path_to_tell(path))
 
 
 def _checked(loaded: tuple[STATE_DICT, list[str]], path: PathLike, *, strict: bool) -> STATE_DICT:

@@ -292,7 +292,12 @@ def agree_on_cached(
 
 
 def _digest(distribution: ShardDistribution) -> str:
-    items = sorted(distribution.main_rank_for_shard.items(), key=_held_order)
+    known = distribution.shard_to_metadata
+    # Facts too: each rank's shards fit its own, and are alike only if the distributions are.
+    items = [
+        (shard, distribution.main_rank_for_shard.get(shard), ranks, shard_facts(known[shard]))
+        for shard, ranks in sorted(distribution.all_ranks_for_shard.items(), key=_held_order)
+    ]
     return hashlib.sha256(repr(items).encode()).hexdigest()
 
 

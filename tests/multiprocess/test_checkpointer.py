@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dist_ckpt import ShardedTensor
-from dist_ckpt.barriers import BarrierConfig, DistBarrier
+from dist_ckpt.barriers import Barrier, BarrierConfig, DistBarrier
 from dist_ckpt.builder import CheckpointerConfig, make_async_checkpointer, make_sync_checkpointer
 from dist_ckpt.checkpoint_process import CheckpointProcessConfig
 from dist_ckpt.checkpoint_reader import CheckpointReader
-from dist_ckpt.checkpoint_writer import CheckpointWriterConfig
+from dist_ckpt.checkpoint_writer import CheckpointWriter, CheckpointWriterConfig
 from dist_ckpt.dict_utils import diff
 from dist_ckpt.errors import CheckpointingException, CheckpointNotFoundError, ConfigError
 from dist_ckpt.types import RankInfo
@@ -166,28 +166,33 @@ def test_sharded_leaves_load_on_other_layouts(kind: str, tmp_path: Path) -> None
     assert alone["own"] == 1
 
 
-def killed_while_writing(rank: int, size: int, folder: str, victim: int) -> tuple[list[str], float]:
-    gate = Gate(Path(folder, f"gate{rank}"), ("bad",) if rank == victim else ())
+def killed_while_writing(rank: int, size: int, folder: str) -> list[tuple[list[str], float]]:
+    """Kill rank 0's process in one save and rank 1's in another; return what was told of each."""
+    gate = Gate(Path(folder, f"gate{rank}"), (f"bad{rank}",))
     checkpointer = make_async_checkpointer(
         patient(timeout_secs=600), checkpoint_writer_init_args=writer_args(gate, 600)
     )
     checkpointer.save(own(rank, 0), f"{folder}/before")[1].result()
-    _, written = checkpointer.save(own(rank, 1), f"{folder}/bad")
-    if rank == victim:
-        with gate.pipe.open("wb"):
-            process = checkpointer._checkpoint_process.process
-            assert process is not None
-            os.kill(process.pid or 0, signal.SIGKILL)
-            told = outcome(written.result)
-    started = time.monotonic()
-    told = outcome(written.result)
-    waited = time.monotonic() - started
-    dist.barrier()
-    there = [] if not Path(folder, "bad").exists() else ["bad is there"]
-    after = outcome(checkpointer.save(own(rank, 2), f"{folder}/after")[1].result)
-    differences = diff(checkpointer.load(f"{folder}/after"), own(rank, 2))
+    found = []
+    for victim in range(size):
+        bad, after = Path(folder, f"bad{victim}"), f"{folder}/after{victim}"
+        _, written = checkpointer.save(own(rank, 1), bad)
+        if rank == victim:
+            with gate.pipe.open("wb"):
+                process = checkpointer._checkpoint_process.process
+                assert process is not None
+                os.kill(process.pid or 0, signal.SIGKILL)
+                told = outcome(written.result)
+        started = time.monotonic()
+        told = outcome(written.result)
+        waited = time.monotonic() - started
+        dist.barrier()
+        there = ["it is there"] if bad.exists() else []
+        next_told = outcome(checkpointer.save(own(rank, 2), after)[1].result)
+        differs = ["after"] if any(diff(checkpointer.load(after), own(rank, 2))) else []
+        found.append(([told, *there, next_told, *differs], waited))
     checkpointer.close()
-    return [told, *there, after, *(["after"] if any(differences) else [])], waited
+    return found
 
 
 def writer_args(hook: Any, timeout_secs: float) -> dict[str, Any]:
@@ -195,74 +200,72 @@ def writer_args(hook: Any, timeout_secs: float) -> dict[str, Any]:
     return {"commit_hook": hook, "config": config}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_fails_the_save_on_all_ranks(victim: int, tmp_path: Path) -> None:
+def test_a_killed_process_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
     """At once, not after the timeout; nothing is committed; the next save works on both."""
-    outcomes = run_ranks(killed_while_writing, 2, str(tmp_path), victim)
+    outcomes = run_ranks(killed_while_writing, 2, str(tmp_path))
 
-    for rank, (told, waited) in enumerate(outcomes):
-        kind = "CheckpointProcessError" if rank == victim else "CoordinationError"
-        assert told[0].startswith(kind)
-        assert "terminated unexpectedly" in told[0]
-        assert "SIGKILL" in told[0]
-        assert told[1:] == [""]
-        assert waited < 60
+    for rank, found in enumerate(outcomes):
+        for victim, (told, waited) in enumerate(found):
+            kind = "CheckpointProcessError" if rank == victim else "CoordinationError"
+            assert told[0].startswith(kind)
+            assert "terminated unexpectedly" in told[0]
+            assert "SIGKILL" in told[0]
+            assert told[1:] == [""]
+            assert waited < 60
     left = [name for name in names(tmp_path) if not name.startswith("gate")]
-    assert left == ["after", "before"]
+    assert left == ["after0", "after1", "before"]
 
 
-def fails_in(rank: int, size: int, folder: str, place: str) -> list[str]:
-    hook = Fails(before=("bad",)) if rank == 1 and place == "writing" else Fails()
+PLACES = ("staging", "handing over", "writing")
+
+
+def failing(rank: int, size: int, folder: str) -> tuple[dict[str, list[str]], list[str]]:
+    """Fail on rank 1 in every place, then on both with one that looks; one process for all."""
+    bad = ("unseen", *(["writing"] if rank == 1 else []))
     checkpointer = make_async_checkpointer(
-        patient(timeout_secs=600), checkpoint_writer_init_args=writer_args(hook, 600)
+        patient(timeout_secs=600), checkpoint_writer_init_args=writer_args(Fails(before=bad), 600)
     )
-    state: dict[str, Any] = own(rank, 0)
-    if rank == 1 and place == "staging":
-        state["no copy"] = (n for n in ())
-    if rank == 1 and place == "handing over":
-        state["no pickle"] = outcome.__class__(outcome.__code__, {}, "nowhere")
-    told = [outcome(functools.partial(save_and_wait, checkpointer, state, f"{folder}/bad"))]
-    for step in range(3):
-        told.append(outcome(checkpointer.save(own(rank, step), f"{folder}/{step}")[1].result))
-        differences = diff(checkpointer.load(f"{folder}/{step}"), own(rank, step))
-        told += ["differs"] if any(differences) else []
-    checkpointer.close()
-    return told
-
-
-@pytest.mark.parametrize("place", ["staging", "handing over", "writing"])
-def test_a_failure_on_one_rank_is_told_to_all_once(place: str, tmp_path: Path) -> None:
-    """Wherever it happens, both ranks hear of it, at once; three good saves follow."""
-    told = run_ranks(fails_in, 2, str(tmp_path), place)
-
-    assert "rank 1" in told[0][0]
-    assert all(one[0] for one in told)
-    assert [one[1:] for one in told] == [["", "", ""], ["", "", ""]]
-    assert names(tmp_path) == ["0", "1", "2"]
-
-
-def unseen(rank: int, size: int, folder: str) -> list[str]:
-    hook = Fails(before=("bad",))
-    checkpointer = make_async_checkpointer(
-        patient(timeout_secs=600), checkpoint_writer_init_args=writer_args(hook, 600)
-    )
-    _, written = checkpointer.save(own(rank, 0), f"{folder}/bad")
+    found = {}
+    for place in PLACES:
+        state: dict[str, Any] = own(rank, 0)
+        if rank == 1 and place == "staging":
+            state["no copy"] = (n for n in ())
+        if rank == 1 and place == "handing over":
+            state["no pickle"] = outcome.__class__(outcome.__code__, {}, "nowhere")
+        told = [outcome(functools.partial(save_and_wait, checkpointer, state, f"{folder}/{place}"))]
+        for step in range(3):
+            path = f"{folder}/{place}-{step}"
+            told.append(outcome(checkpointer.save(own(rank, step), path)[1].result))
+            differences = diff(checkpointer.load(path), own(rank, step))
+            told += ["differs"] if any(differences) else []
+        found[place] = told
+    _, written = checkpointer.save(own(rank, 0), f"{folder}/unseen")
     if rank == 0:
         outcome(written.result)  # only rank 0 looks
-    told = [outcome(functools.partial(save_and_wait, checkpointer, own(rank, 1), f"{folder}/lost"))]
-    told.append(outcome(checkpointer.save(own(rank, 2), f"{folder}/good")[1].result))
+    after = [
+        outcome(functools.partial(save_and_wait, checkpointer, own(rank, 1), f"{folder}/lost"))
+    ]
+    after.append(outcome(checkpointer.save(own(rank, 2), f"{folder}/good")[1].result))
     checkpointer.close()
-    return told
+    return found, after
 
 
-def test_ranks_that_look_differently_stay_together(tmp_path: Path) -> None:
-    """One rank has seen the failure, one has not: the next save fails on both, then all is well."""
-    told = run_ranks(unseen, 2, str(tmp_path))
+def test_a_failure_on_one_rank_is_told_to_all_once(tmp_path: Path) -> None:
+    """Wherever it happens, both ranks hear of it, at once; three good saves follow.
 
-    assert "no bad" in told[1][0]
-    assert "rank 1 gave up the save" in told[0][0]
-    assert [one[1] for one in told] == ["", ""]
-    assert names(tmp_path) == ["good"]
+    If one rank has seen a failure and one has not, the next save fails on both; then all is well.
+    """
+    (first, first_after), (second, second_after) = run_ranks(failing, 2, str(tmp_path))
+
+    for place in PLACES:
+        assert "rank 1" in first[place][0]
+        assert second[place][0]
+        assert first[place][1:] == second[place][1:] == ["", "", ""]
+    assert "rank 1 gave up the save" in first_after[0]
+    assert "no unseen" in second_after[0]
+    assert first_after[1] == second_after[1] == ""
+    good = [f"{place}-{step}" for place in PLACES for step in range(3)]
+    assert names(tmp_path) == sorted(["good", *good])
 
 
 def one_stays_away(rank: int, size: int, folder: str) -> list[str]:
@@ -375,6 +378,31 @@ def barriers(rank: int, size: int) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
+
+
+class BrokenOnOne(Barrier):
+    """Fails on rank 1."""
+
+    def execute_barrier(self) -> None:
+        if dist.get_rank() == 1:
+            raise TimeoutError("nobody came")
+
+
+def broken_barrier(rank: int, size: int, folder: str) -> str:
+    config = CheckpointWriterConfig(write_barrier_timeout_secs=30)
+    writer = CheckpointWriter(config, RankInfo(rank, size), BrokenOnOne())
+    with pytest.raises((CheckpointingException, TimeoutError)) as caught:
+        writer.write(own(rank, 0), f"{folder}/c")
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_barrier_of_ones_own_that_fails_on_one_rank(tmp_path: Path) -> None:
+    """All ranks are told, and nothing is committed."""
+    told = run_ranks(broken_barrier, 2, str(tmp_path))
+
+    assert told[0].startswith("RankFailedError")
+    assert all("nobody came" in text for text in told)
+    assert names(tmp_path) == []
 
 
 def test_the_barrier_of_the_group(tmp_path: Path) -> None:

@@ -401,6 +401,29 @@ def test_a_strategy_that_fails_on_one_rank(tmp_path: Path, how: str) -> None:
             assert "k5" in message
 
 
+class Interrupted(OneFileEachLoad):
+    """Ends by Ctrl-C on rank 1."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise KeyboardInterrupt
+        return super().load(sharded_state_dict, checkpoint_dir)
+
+
+def load_interrupted(rank: int, size: int, path: str) -> None:
+    FullyParallelSaveStrategyWrapper(OneFileEach()).save(flat(replicated(rank)), path)
+    FullyParallelLoadStrategyWrapper(Interrupted()).load(replicated(rank, filled=False), path)
+
+
+def test_an_interrupt_of_one_rank_ends_the_load_on_all(tmp_path: Path) -> None:
+    """The others are told instead of waiting for it."""
+    told = run_ranks(load_interrupted, 3, str(tmp_path), expect_errors=True, timeout_secs=60)
+
+    kinds = [one.error_type for one in told]
+    assert kinds == ["RankFailedError", "KeyboardInterrupt", "RankFailedError"]
+    assert "rank 1: KeyboardInterrupt" in told[0].message
+
+
 def save_with_disagreement(rank: int, size: int, path: str) -> tuple[Any, ...]:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     saving = OneFileEach()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
+import sys
+import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,6 +59,7 @@ from tests.multiprocess._world import run_ranks
 pytestmark = pytest.mark.multiprocess
 
 ROWS = torch.arange(21, dtype=torch.float32).view(7, 3)
+FEW_ROWS = torch.arange(5.0).reshape(1, 5)
 
 
 def cut(full: torch.Tensor, ranks: list[int]) -> DTensor:
@@ -232,6 +238,18 @@ def test_without_a_planner_replicas_are_stored_once(tmp_path: Path) -> None:
 
 def save_twice_planned(rank: int, size: int, path: str) -> None:
     plan_write_finalize(path, {"same": torch.ones(4)}, planner="mcore")
+
+
+def save_few_rows(rank: int, size: int, path: str, planner: str) -> None:
+    plan_write_finalize(path, {"few": cut(FEW_ROWS, [*range(size)])}, planner=planner)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_more_ranks_than_rows(tmp_path: Path, planner: str) -> None:
+    """Several ranks have the same empty shard; that is no value planned twice."""
+    run_ranks(save_few_rows, 3, str(tmp_path), planner)
+
+    assert_same(dcp_read(str(tmp_path), {"few": FEW_ROWS}), {"few": FEW_ROWS})
 
 
 def test_replicas_without_a_writer_are_refused_on_all_ranks(tmp_path: Path) -> None:
@@ -611,27 +629,34 @@ class _Broken(DefaultSavePlanner):
         self._may_fail("create_global_plan")
         return super().create_global_plan(all_plans)
 
+    def finish_plan(self, new_plan: Any) -> Any:
+        self._may_fail("finish_plan")
+        return super().finish_plan(new_plan)
+
     def resolve_data(self, write_item: Any) -> Any:
         self._may_fail("resolve_data")
         return super().resolve_data(write_item)
 
 
+LATE_HOOKS = ("finish_plan", "resolve_data")
+
+
 def fail_in_planner(rank: int, size: int, path: str, hook: str) -> None:
     writer = FileSystemWriterAsync(path)
     ret, *_ = save_state_dict_async_plan(state_of(rank, size), writer, None, 1, _Broken(hook))
-    assert hook == "resolve_data", "planning went on"
+    assert hook in LATE_HOOKS, "planning went on"
     fn, _, args = writer.get_save_function_and_args()
     if fn is not None:
         fn(*args)
     save_state_dict_async_finalize(*ret)
 
 
-@pytest.mark.parametrize("hook", ["create_local_plan", "create_global_plan", "resolve_data"])
+@pytest.mark.parametrize("hook", ["create_local_plan", "create_global_plan", *LATE_HOOKS])
 def test_a_planner_that_fails_fails_on_all_ranks(tmp_path: Path, hook: str) -> None:
-    """In planning at once; in copying when the save is finalized. Nothing is committed."""
+    """In planning at once; behind it when the save is finalized. Nothing is committed."""
     path = tmp_path / "c"
     for outcome in run_ranks(fail_in_planner, 3, str(path), hook, expect_errors=True):
-        late = hook == "resolve_data"
+        late = hook in LATE_HOOKS
         assert outcome.error_type == ("WriteFailedError" if late else "RankFailedError")
         assert f"ZeroDivisionError: broken {hook}" in outcome.message
     assert not list(path.glob(".metadata*"))
@@ -752,6 +777,42 @@ def test_different_calls_are_named_with_their_ranks() -> None:
     told = run_ranks(unmatched, 3)
     assert len(set(told)) == 1
     assert "rank 0 finalizes call 0, rank 1 finalizes call 2, rank 2 finalizes call 0" in told[0]
+
+
+def interrupted(rank: int, size: int, where: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    queue, ended, caller = AsyncCallsQueue(), threading.Event(), threading.get_ident()
+
+    def work() -> None:
+        if where == "waiting" and rank == 1:
+            while "_status" not in functions_of(caller):
+                ended.wait(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            ended.wait(60)
+
+    def finalize() -> None:
+        if where == "finalizing" and rank == 1:
+            raise KeyboardInterrupt
+
+    queue.schedule_async_request(AsyncRequest(work, (), [finalize]))
+    try:
+        queue.maybe_finalize_async_calls(blocking=True)
+    finally:
+        ended.set()
+
+
+def functions_of(thread: int) -> set[str]:
+    """Return the names of the functions that a thread is in."""
+    return {frame.name for frame in traceback.extract_stack(sys._current_frames()[thread])}
+
+
+@pytest.mark.parametrize("where", ["waiting", "finalizing"])
+def test_an_interrupt_of_one_rank_is_told_to_all(where: str) -> None:
+    """Nobody waits for a rank that has stopped."""
+    told = run_ranks(interrupted, 2, where, expect_errors=True, timeout_secs=60)
+
+    assert [one.error_type for one in told] == ["RankFailedError", "KeyboardInterrupt"]
+    assert "rank 1: KeyboardInterrupt" in told[0].message
 
 
 def resave(rank: int, size: int, path: str) -> None:

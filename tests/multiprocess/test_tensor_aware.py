@@ -326,6 +326,27 @@ def test_a_cache_does_not_hide_a_gap() -> None:
         assert "'cut'" in message
 
 
+def keep_of_two_times(rank: int, size: int) -> tuple[str, str]:
+    def tree(dtype: torch.dtype) -> dict[str, Any]:
+        data = torch.ones(6, dtype=dtype)
+        return {"x": ShardedTensor.from_rank_offsets("x", data, replica_id=rank)}
+
+    dtype = torch.int32 if rank == 1 else torch.float32
+    _, first = MCoreTensorAwareStateDict.from_state_dict(tree(torch.float32))
+    _, second = MCoreTensorAwareStateDict.from_state_dict(tree(torch.int32))
+    cached = second if rank == 1 else first
+    return outcome(
+        lambda: MCoreTensorAwareStateDict.from_state_dict(tree(dtype), cached_metadata=cached)
+    )
+
+
+def test_caches_of_different_times_are_not_taken_for_one() -> None:
+    """Each fits its rank, and the same ranks keep the same shards, but of another dtype."""
+    for name, message in run_ranks(keep_of_two_times, 2):
+        assert name == "InvalidShardingError"
+        assert "'x'" in message
+
+
 # -- failures --------------------------------------------------------------------------------------
 
 

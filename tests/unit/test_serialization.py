@@ -570,6 +570,18 @@ def test_objects_must_be_complete(tmp_path: Path) -> None:
         save({"o": twice}, tmp_path / "c")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_is_refused_or_pickled(tmp_path: Path) -> None:
+    """It has no shape to store: refused as a shard, and in the common part of the other classes."""
+    data = torch.nested.nested_tensor([torch.ones(2), torch.ones(2)])
+
+    with pytest.raises(InvalidShardingError, match="nested"):
+        ShardedTensor("x", data, data.dtype, (2, 2), (2, 2), (0, 0), None)
+    save({"x": data}, tmp_path / "c")
+    with pytest.raises(UnsafeContentError, match="allow_pickle"):
+        load({}, tmp_path / "c")
+
+
 @pytest.mark.parametrize(
     "data",
     [torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device="meta")],

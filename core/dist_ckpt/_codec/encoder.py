@@ -158,7 +158,7 @@ class Encoder:
             )
         if value.is_meta:
             return self._fail("is a tensor on the meta device, which has no data")
-        if value.layout is not torch.strided or value.is_quantized:
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             return self._pickle(value.detach())
         if id(value) not in self._numbers:
             self._numbers[id(value)] = (value, len(self.tensors))

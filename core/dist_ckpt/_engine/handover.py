@@ -55,8 +55,7 @@ def is_plain_tensor(value: object) -> bool:
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and isinstance(value, torch.Tensor)
         and value.layout is torch.strided
-        and not value.is_quantized
-        and not value.is_meta
+        and not (value.is_quantized or value.is_nested or value.is_meta)
     )
 
 

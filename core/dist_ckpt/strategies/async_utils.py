@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dist_ckpt._comm import SingleCommunicator, default_communicator
@@ -25,7 +26,7 @@ from dist_ckpt._comm.failures import describe_failure, merged_error
 from dist_ckpt.errors import CoordinationError, RankFailure
 
 if TYPE_CHECKING:
-    from dist_ckpt.types import Communicator, R, T
+    from dist_ckpt.types import Communicator
 
 __all__ = [
     "AsyncCaller",
@@ -371,8 +372,9 @@ class AsyncCallsQueue:
     def _agree(self, comm: Communicator, *, blocking: bool) -> _Verdict:
         must_wait = blocking
         while True:
-            status = self._status(blocking=blocking, must_wait=must_wait)
-            verdict = _exchange(comm, "asynchronous calls", status, _judge)
+            # Inside of the exchange: who is interrupted while it waits for a call tells the others.
+            look = partial(self._status, blocking=blocking, must_wait=must_wait)
+            verdict = comm.map_reduce("asynchronous calls", look, _judge)
             if verdict.unmatched is not None:
                 raise UnmatchedAsyncCallsError(
                     f"Unmatched async calls: {verdict.unmatched}.",
@@ -424,19 +426,21 @@ def _finalize(phase: str, fns: Sequence[Callable[[], Any]], comm: Communicator) 
         error: BaseException | None = None
         try:
             fn()
-        except Exception as e:  # noqa: BLE001 - raised below, on every rank
+        except BaseException as e:  # noqa: BLE001 - raised below, on every rank
             error = e
-        told = None if error is None else describe_failure(error)
         step = f"{phase}, finalization {number}"
-        outcomes = _exchange(comm, step, told, list)
+        outcomes = comm.map_reduce(step, partial(_outcome, error), list)
         failures = {rank: one for rank, one in enumerate(outcomes) if one is not None}
         if error is not None:
             raise error
         _raise_failures(step, failures, None, comm)
 
 
-def _exchange(comm: Communicator, phase: str, value: T, combine: Callable[[Sequence[T]], R]) -> R:
-    return comm.map_reduce(phase, lambda: value, combine)
+def _outcome(error: BaseException | None) -> RankFailure | None:
+    """Return what the others are told; an interrupt is raised: the exchange tells them of that."""
+    if error is None or isinstance(error, Exception):
+        return None if error is None else describe_failure(error)
+    raise error
 
 
 def _raise_failures(

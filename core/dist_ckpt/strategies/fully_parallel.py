@@ -302,13 +302,13 @@ def _read(
     request |= {f"o{i}": leaf for i, leaf in enumerate(objects)}
     loaded: StateDict = {}
     who = ""
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         # Outside of our exchange: the strategy may have exchanges of its own.
         strategy = find_strategy()
         who = type(strategy).__name__
         loaded = strategy.load(request, checkpoint_dir)
-    except Exception as raised:  # noqa: BLE001 - told to all ranks below
+    except BaseException as raised:  # noqa: BLE001 - told to all ranks below, interrupts too
         error = raised
 
     def verdict() -> None:

@@ -231,8 +231,13 @@ class _Planning:
         if answer.way == "again":
             answer = self.ranks.map_scatter("full plan", self._full_offer, self._answers)
         logger.debug("rank %d plans: %s", self.ranks.rank, answer.way)
-        chosen = self._final_plan(answer)
-        plan = self.planner.finish_plan(chosen)
+        try:
+            chosen = self._final_plan(answer)
+            plan = self.planner.finish_plan(chosen)
+        except Exception as error:  # noqa: BLE001 - told to all ranks when the save is finalized
+            assert self.local_plan is not None  # noqa: S101 - an offer has made it
+            self._postpone("the plan could not be finished", error)
+            return answer.way, self.local_plan, self.metadata
         kept = self.metadata
         if answer.way == "cached":
             kept = recall(chosen, self.settings)[1]
@@ -244,12 +249,17 @@ class _Planning:
 
     def copy_values(self, plan: SavePlan) -> None:
         """Let the writer take what it writes. A failure is kept until the save is finalized."""
+        if self.ranks.failure is not None:
+            return
         try:
             self.writer.prepare_write_data(plan, self.planner)
-        except Exception as error:
-            # Other ranks have planned well and go on: they learn of it where they meet again.
-            logger.exception("the values to save could not be copied")
-            self.ranks.failure = error
+        except Exception as error:  # noqa: BLE001 - told to all ranks when the save is finalized
+            self._postpone("the values to save could not be copied", error)
+
+    def _postpone(self, what: str, error: Exception) -> None:
+        """Keep a failure: other ranks have planned well, and learn of it where they meet again."""
+        logger.error("%s", what, exc_info=error)
+        self.ranks.failure = error
 
     def _offer(self) -> _Offer:
         is_coordinator = self.ranks.is_coordinator

@@ -144,8 +144,11 @@ class MCoreSavePlanner(DefaultSavePlanner):
         holders: dict[tuple[str, Any], list[int]] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
+                is_shard = item.type is WriteItemType.SHARD
+                if is_shard and item.tensor_data and 0 in item.tensor_data.chunk.sizes:
+                    continue  # with more ranks than rows, several have the same empty one
                 # What is no shard is whole: its key may be planned once only.
-                place = item.index.offset if item.type is WriteItemType.SHARD else None
+                place = item.index.offset if is_shard else None
                 holders.setdefault((item.index.fqn, place), []).append(rank)
         twice = [
             f"{key!r}{'' if place is None else f' at {tuple(place)}'} by ranks {ranks}"
