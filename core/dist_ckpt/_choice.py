@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._loading import Source
 from dist_ckpt._saving import CommonWriter, SaveRequest
-from dist_ckpt.errors import ConfigError
+from dist_ckpt.errors import ConfigError, UnknownStrategyError
 from dist_ckpt.strategies.base import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -48,7 +48,7 @@ def resolved(action: StrategyAction, strategy: Any, base: type) -> Any:
         UnknownStrategyError: Nobody handles the backend.
         ConfigError: The argument is neither a tuple nor a strategy.
     """
-    if isinstance(strategy, tuple) and len(strategy) == 2:  # noqa: PLR2004 - backend and version
+    if isinstance(strategy, tuple) and [type(one) for one in strategy] == [str, int]:
         found = get_default_strategy(action, *strategy)
         if not isinstance(found, base):
             raise ConfigError(
@@ -105,6 +105,11 @@ def chosen_source(
         backend, version = contents.backend
         strategy.check_backend_compatibility(backend)
         strategy.check_version_compatibility(version)
+    if isinstance(sharded, tuple) and sharded != contents.backend:
+        raise UnknownStrategyError(
+            f"{contents.directory} is stored as {contents.backend}, not as {sharded}.",
+            hint="leave the strategy out: the checkpoint says which one it needs.",
+        )
     other = chosen_common(common, contents, options)
     if strategy is None or (
         isinstance(strategy, NativeLoadShardedStrategy) and contents.is_indexed

@@ -25,7 +25,13 @@ from dist_ckpt._state import SaveParts, split_for_save
 from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError, StorageError
 from dist_ckpt.storage import LocalStore
-from dist_ckpt.validation import RankView, check_objects, check_sharding, check_storable
+from dist_ckpt.validation import (
+    RankView,
+    check_formats,
+    check_objects,
+    check_sharding,
+    check_storable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -290,11 +296,13 @@ def _pass_on(pending: PendingSave) -> None:
     """Let ranks put down what others will write. Collective, if the plan says so."""
     if not pending.assignment.passes_on:
         return
-    job = _job(pending.prepared, pending.assignment, pending.comm.rank, pending.options)
+    prepared, assignment = pending.prepared, pending.assignment
     try:
         pending.comm.map_reduce(
             f"passing on pieces in {pending.directory}",
-            lambda: pending.prepared.request.format.pass_on(job),
+            lambda: prepared.request.format.pass_on(
+                _job(prepared, assignment, pending.comm.rank, pending.options)
+            ),
             lambda _: None,
         )
     except BaseException:
@@ -315,11 +323,21 @@ def _prepare(request: SaveRequest, rank: int) -> _Prepared:
     view = RankView(
         tuple(shard.info for shard in shards),
         tuple(one.without_data() for one in parts.objects),
+        (
+            (request.format.backend, request.format.version),
+            _common_backend(request),
+        ),
     )
     return _Prepared(request, parts, shards, view, common)
 
 
+def _common_backend(request: SaveRequest) -> tuple[str, int]:
+    common = request.common
+    return (common.backend, common.version) if common else request.format.common_backend
+
+
 def _check_views(views: Sequence[RankView], *, check_coverage: bool) -> None:
+    check_formats(views)
     shards = [view.shards for view in views]
     if check_coverage:
         # First: a double object is a double tensor too, which would tell the user less.
@@ -416,17 +434,16 @@ def _commit(
     attempt, plan = coordinator.attempt, coordinator.plan
     if attempt is None or plan is None:
         raise CoordinationError("a commit without an attempt")
-    fmt, common = prepared.request.format, prepared.request.common
+    fmt = prepared.request.format
     results = _proven(written, coordinator)
     documents = fmt.documents(results, coordinator.empty, attempt.directory)
     if prepared.common is not None:
         documents[COMMON_FILE] = prepared.common
-    common_backend = (common.backend, common.version) if common else fmt.common_backend
     publish(
         attempt,
         documents,
         all_files(written, plan, attempt.directory),
-        CheckpointingConfig(fmt.backend, fmt.version, *common_backend),
+        CheckpointingConfig(fmt.backend, fmt.version, *_common_backend(prepared.request)),
         world_size=len(written),
         include_dir=options.include_dir,
     )

@@ -19,7 +19,7 @@ from dist_ckpt._integrity.coverage import (
     coverage_problems,
     storage_problems,
 )
-from dist_ckpt.errors import InvalidShardingError, MismatchError
+from dist_ckpt.errors import CoordinationError, InvalidShardingError, MismatchError
 from dist_ckpt.mapping import ShardedObject, is_main_replica
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ __all__ = [
     "RankView",
     "StrictHandling",
     "StrictPolicy",
+    "check_formats",
     "check_objects",
     "check_sharding",
     "check_storable",
@@ -120,10 +121,31 @@ def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
 
 @dataclass(frozen=True, slots=True)
 class RankView:
-    """What one rank tells the others of its request: descriptions, no data."""
+    """What one rank tells the others of its request: descriptions, no data.
+
+    ``formats`` are the backends and versions of a save, of the sharded and of the common part.
+    """
 
     shards: tuple[ShardInfo, ...]
     objects: tuple[ShardedObject, ...]
+    formats: tuple[tuple[str, int], ...] = ()
+
+
+def check_formats(views: Sequence[RankView]) -> None:
+    """Raise if ranks would save in different formats: none could read what they make together.
+
+    Raises:
+        CoordinationError: Naming the formats and who chose them.
+    """
+    chosen: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+    for rank, view in enumerate(views):
+        chosen[view.formats].append(rank)
+    if len(chosen) > 1:
+        told = "; ".join(f"{formats} on ranks {ranks}" for formats, ranks in chosen.items())
+        raise CoordinationError(
+            f"ranks save in different formats (sharded, common): {told}.",
+            hint="give all ranks the same strategies and options.",
+        )
 
 
 def check_sharding(views: Sequence[Sequence[ShardInfo]], *, coverage: bool) -> None:

@@ -7,6 +7,7 @@ tests. Sharded objects are left to the common strategy.
 from __future__ import annotations
 
 import json
+import threading
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,9 @@ from dist_ckpt.strategies.base import (
     SaveShardedStrategy,
 )
 
+PARSING = (
+    threading.Lock()
+)  # numpy reads headers with `ast`, which threads of Python 3.11 cannot share
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -111,7 +115,9 @@ def entries_of(directory: Path, *, data: bool = True) -> Iterator[tuple[dict[str
             raise CorruptedCheckpointError(f"{path}: {error}") from error
         for entry in json.loads(path.read_text()):
             wanted = data and entry["array"] is not None
-            yield entry, torch.from_numpy(arrays[entry["array"]]) if wanted else None
+            with PARSING:
+                array = torch.from_numpy(arrays[entry["array"]]) if wanted else None
+            yield entry, array
         arrays.close()
 
 

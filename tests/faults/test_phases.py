@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from dist_ckpt import CheckpointingException, ShardedTensor, load, save
+from dist_ckpt import CheckpointingException, ShardedTensor, _saving, load, save
 from dist_ckpt._formats.torch_dist import format as torch_dist
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailedError
 from dist_ckpt.testing import ThreadWorld
@@ -258,4 +259,64 @@ def test_a_bad_shard_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     errors = ThreadWorld(2).errors(run)
 
     assert all("'x': [0:4] has main replicas on ranks [0, 1]" in str(e) for e in errors.values())
+    assert list(tmp_path.iterdir()) == []
+
+
+FORMATS = [("torch_dist", 1), ("zarr", 1), ("zarr", 2)]
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("other", FORMATS, ids=str)
+def test_ranks_that_choose_different_formats_are_told(
+    tmp_path: Path, fmt: tuple[str, int], other: tuple[str, int]
+) -> None:
+    """Chunks of zarr v2 in an array of v3 would be a commit that nobody can read."""
+    path = tmp_path / "c"
+
+    def save_as(comm: Communicator) -> None:
+        shard = ShardedTensor.from_rank_offsets("w", torch.ones(2, 3), (0, comm.rank, 2))
+        save({"w": shard}, path, other if comm.rank else fmt, communicator=comm)
+
+    errors = ThreadWorld(2).errors(save_as)
+
+    if fmt == other:
+        assert not errors
+        return
+    assert set(errors) == {0, 1}
+    for error in errors.values():
+        assert isinstance(error, CoordinationError)
+        assert f"{fmt}" in str(error)
+        assert f"{other}" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_before_passing_on_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank waits for one that cannot even begin."""
+    make_job = _saving._job
+
+    def broken(*args: Any) -> Any:
+        if args[2] == 1:
+            raise MemoryError("no room")
+        return make_job(*args)
+
+    monkeypatch.setattr(_saving, "_job", broken)
+
+    def save_flat(comm: Communicator) -> None:
+        held = slice(3 * comm.rank, 3 * comm.rank + 3)
+        shard = ShardedTensor.from_rank_offsets_flat(
+            "w", torch.ones(3), (2, 3), flattened_range=held
+        )
+        shifted = ShardedTensor.from_rank_offsets_flat(
+            "v", torch.ones(2 + 2 * comm.rank), (2, 3),
+            flattened_range=(slice(0, 2), slice(2, 6))[comm.rank],
+        )  # fmt: skip
+        save({"w": shard, "v": shifted}, tmp_path / "c", ("zarr", 2), communicator=comm)
+
+    errors = ThreadWorld(2, timeout_secs=5).errors(save_flat)
+
+    assert set(errors) == {0, 1}
+    assert all("passing on pieces" in str(error) for error in errors.values())
+    assert all("no room" in str(error) for error in errors.values())
     assert list(tmp_path.iterdir()) == []

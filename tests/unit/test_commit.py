@@ -164,6 +164,57 @@ def test_users_files_are_kept_in_any_form(tmp_path: Path, monkeypatch: pytest.Mo
     assert (target / "link").read_text() == "x"
 
 
+def test_a_folder_that_both_have_is_merged(tmp_path: Path) -> None:
+    """The user's ``w`` is not lost when the new checkpoint has a ``w`` of its own."""
+    target = tmp_path / "c"
+    filled(Attempt.begin(target, None), "1").publish(old_files=())
+    (target / "w" / "deep").mkdir(parents=True)
+    (target / "w" / "notes").write_text("mine")
+    (target / "w" / "deep" / "x").write_text("mine too")
+    (target / "w" / "0").write_text("like a chunk")
+    attempt = filled(Attempt.begin(target, None), "2")
+    (attempt.directory / "w").mkdir()
+    (attempt.directory / "w" / "0").write_text("new")
+
+    attempt.publish(old_files={"f"})
+
+    assert (target / "w" / "notes").read_text() == "mine"
+    assert (target / "w" / "deep" / "x").read_text() == "mine too"
+    assert (target / "w" / "0").read_text() == "new"
+
+
+@pytest.mark.parametrize("metadata", [".zarray", "zarr.json"])
+def test_two_arrays_are_never_merged(tmp_path: Path, metadata: str) -> None:
+    """Of another checkpoint's array of this name nothing stays: chunks would meet."""
+    target = tmp_path / "c"
+    (target / "w").mkdir(parents=True)
+    for name in (metadata, "9"):
+        (target / "w" / name).write_text("old")
+    attempt = filled(Attempt.begin(target, None), "2")
+    (attempt.directory / "w").mkdir()
+    (attempt.directory / "w" / "0").write_text("new")
+
+    attempt.publish(old_files=())
+
+    assert [entry.name for entry in (target / "w").iterdir()] == ["0"]
+
+
+def test_a_failure_to_tidy_up_is_no_failure_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one is there by then: an error would say that it is not."""
+    target = tmp_path / "c"
+    filled(Attempt.begin(target, None), "1").publish(old_files=())
+
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, "broken", str(path))
+
+    monkeypatch.setattr(commit, "forget_aside", broken)
+    filled(Attempt.begin(target, None), "2").publish(old_files={"f"})
+
+    assert (target / "f").read_text() == "2"
+
+
 def test_a_relative_target_is_where_it_was_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

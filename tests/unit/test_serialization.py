@@ -700,6 +700,11 @@ def test_strategies(tmp_path: Path) -> None:
             load(state, tmp_path / "c", *arguments)
     with pytest.raises(UnknownStrategyError, match="reads 'zarr', not 'torch_dist'"):
         load(state, tmp_path / "c", ("zarr", 1))
+    save(state, tmp_path / "z", ("zarr", 2))
+    with pytest.raises(
+        UnknownStrategyError, match=r"stored as \('zarr', 2\), not as \('zarr', 1\)"
+    ):
+        load(state, tmp_path / "z", ("zarr", 1))
     with pytest.raises(UnknownStrategyError, match="reads 'json', not 'torch'"):
         load(state, tmp_path / "c", None, ("json", 1))
     with pytest.raises(ConfigError, match="a strategy is a SaveShardedStrategy"):

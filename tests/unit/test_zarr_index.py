@@ -12,7 +12,7 @@ from dist_ckpt import ShardedTensor
 from dist_ckpt._formats.zarr.index import zarr_index_from_json, zarr_index_without
 from dist_ckpt._geometry import Box
 from dist_ckpt.errors import CorruptedCheckpointError
-from tests.unit._zarr import save_ranks, values
+from tests.unit._zarr import files_of, save_ranks, values
 
 GOOD: dict[str, Any] = {
     "version": 1,
@@ -101,9 +101,19 @@ def test_keys_are_taken_out(tmp_path: Path) -> None:
     """The others stay as they are."""
     tensors = [ShardedTensor.from_rank_offsets(key, values((2, 3))) for key in ("a", "b", "c")]
     index = save_ranks(tmp_path, [tensors], 2)
-    sizes = {f"{key}/zarr.json": 1 for key in "abc"}
+    sizes = files_of(tmp_path)
 
     data = zarr_index_without((tmp_path / "index.json").read_bytes(), {"b"})
 
     kept = zarr_index_from_json(data, where="there", sizes=sizes)
     assert kept.tensors == {key: index.tensors[key] for key in ("a", "c")}
+
+
+def test_a_shape_that_the_files_cannot_fill_is_damage(tmp_path: Path) -> None:
+    """Nobody is asked for the memory of a tensor whose bytes are not there."""
+    save_ranks(tmp_path, [[ShardedTensor.from_rank_offsets("w", values((2, 3)))]], 2)
+    document = json.loads((tmp_path / "index.json").read_text())
+    document["tensors"]["w"] |= {"shape": [1 << 40], "boxes": [[[0], [1 << 40]]]}
+
+    with pytest.raises(CorruptedCheckpointError, match="'w'.* bytes for 4398046511104"):
+        zarr_index_from_json(json.dumps(document).encode(), where="there", sizes=files_of(tmp_path))

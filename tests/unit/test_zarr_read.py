@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,59 @@ def test_metadata_cannot_choose_how_much_memory_a_chunk_takes(
     path = metadata_path(tmp_path, 1)
     document = json.loads(path.read_text())
     path.write_text(json.dumps({**document, **change, "chunks": extents}))
+
+    with pytest.raises(CorruptedCheckpointError, match="'w'"):
+        read_whole(tmp_path, index, "w")
+
+
+def with_holes(directory: Path, nbytes: int) -> None:
+    """Make the first chunk's file long, without taking the disk for it."""
+    os.truncate(chunk_files(directory)[0], nbytes)
+
+
+@pytest.mark.parametrize(
+    ("cell", "inner"),
+    [([1 << 37, 6], [1 << 37, 6]), ([1 << 37, 6], [1, 6])],
+    ids=["chunk", "index"],
+)
+def test_a_shard_with_holes_does_not_end_the_process(
+    tmp_path: Path, cell: list[int], inner: list[int]
+) -> None:
+    """A file may be as long as metadata says and yet take no room."""
+    _, index = four_rows(tmp_path, 2)
+    path = metadata_path(tmp_path, 2)
+    document = json.loads(path.read_text())
+    document["chunk_grid"]["configuration"]["chunk_shape"] = cell
+    document["codecs"][0]["configuration"]["chunk_shape"] = inner
+    path.write_text(json.dumps(document))
+    with_holes(tmp_path, (1 << 37) * 24 + 20)
+
+    with pytest.raises(CorruptedCheckpointError, match="'w'.*chunks of"):
+        read_whole(tmp_path, index, "w")
+
+
+@pytest.mark.parametrize("change", [{"order": "F"}, {"dtype": ">f4"}], ids=str)
+def test_a_chunk_with_holes_does_not_end_the_process(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    """Neither of v2, where only TensorStore puts the elements in order."""
+    _, index = four_rows(tmp_path, 1)
+    path = metadata_path(tmp_path, 1)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, **change, "chunks": [1 << 37, 6]}))
+    with_holes(tmp_path, (1 << 37) * 24)
+
+    with pytest.raises(CorruptedCheckpointError, match="'w'.*chunks of"):
+        read_whole(tmp_path, index, "w")
+
+
+@BOTH
+def test_a_number_too_large_for_tensorstore_is_damage(tmp_path: Path, version: int) -> None:
+    """Not an ``OverflowError``."""
+    _, index = four_rows(tmp_path, version)
+    path = metadata_path(tmp_path, version)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "fill_value": 1 << 64, "attributes": {"x": 1 << 64}}))
 
     with pytest.raises(CorruptedCheckpointError, match="'w'"):
         read_whole(tmp_path, index, "w")

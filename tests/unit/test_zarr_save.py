@@ -296,7 +296,7 @@ def test_a_directory_that_takes_no_chunk_is_a_storage_error(tmp_path: Path, vers
 
 @BOTH
 @pytest.mark.parametrize(
-    "key", ["", "..", "/abs", "a//b", "x" * 300, "w", "w/0.0", "index.json", "m\0"]
+    "key", ["", "..", "/abs", "a//b", "x" * 300, "w", "w/0", "w/0.0", "index.json", "m\0"]
 )
 def test_objects_under_any_key(tmp_path: Path, key: str, version: int) -> None:
     """Neither the document's array nor the file for Megatron-Core meets anything else."""

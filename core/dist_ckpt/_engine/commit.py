@@ -14,9 +14,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import logging
 import os
 import shutil
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 __all__ = ["Attempt", "Replace", "attempt_prefix", "forget_aside", "locate", "remove_tree"]
+
+logger = logging.getLogger(__name__)
 
 Replace: TypeAlias = Literal["checkpoint", "any"]
 """What a save may replace at its target: an older checkpoint only, or whatever stands there (files
@@ -83,10 +87,13 @@ class Attempt:
                 # A failed save leaves the old checkpoint in place, at this late point too.
                 _put_back(self.directory, self.target, old)
                 raise
-        if old is not None:
-            # The new checkpoint is committed: a failure to delete the old one is no failure of it.
-            remove_tree(old, ignore_errors=True)
-        forget_aside(self.target)
+        try:
+            if old is not None:
+                remove_tree(old, ignore_errors=True)
+            forget_aside(self.target)
+        except Exception:
+            # The new checkpoint is committed: a failure to tidy up is no failure of it.
+            logger.warning("%s: what it replaced was not removed", self.target, exc_info=True)
 
     def abort(self) -> None:
         """Remove the attempt; what cannot be removed has no marker and is believed by nobody."""
@@ -216,25 +223,43 @@ def _carry_over(old: Path, new: Path, old_files: Collection[str]) -> None:
 
 def _carry_folder(
     old: Path, new: Path, inside: str, old_files: Collection[str], folders: Collection[str]
-) -> None:
-    """Carry over one folder: those of the old checkpoint itself (``folders``) are looked into."""
+) -> bool:
+    """Carry over one folder, durably; return whether there was anything.
+
+    Folders that both have, or that were the old checkpoint's, are looked into.
+    """
+    is_any = False
     for entry in sorted(os.scandir(old / inside), key=lambda e: e.name):
         name = f"{inside}{entry.name}"
         destination = new / name
         if name in old_files:
             continue
-        if entry.is_dir(follow_symlinks=False) and name in folders:
-            _carry_folder(old, new, f"{name}/", old_files, folders)
+        is_folder = entry.is_dir(follow_symlinks=False)
+        is_shared = is_folder and destination.is_dir() and not _is_array(Path(entry.path))
+        if is_folder and (name in folders or is_shared):
+            is_any |= _carry_folder(old, new, f"{name}/", old_files, folders)
             continue
         if os.path.lexists(destination):
             continue
+        is_any = True
         destination.parent.mkdir(parents=True, exist_ok=True)
-        if entry.is_dir(follow_symlinks=False):
+        if is_folder:
             shutil.copytree(entry.path, destination, symlinks=True, copy_function=_link_or_copy)
+            for folder, _, _ in os.walk(destination):
+                fsync_directory(Path(folder))
         elif entry.is_symlink():
             destination.symlink_to(Path(entry.path).readlink())
         else:
             _link_or_copy(entry.path, os.fspath(destination))
+    if is_any and inside:
+        # The old folder is removed soon: what is kept must be as durable as the rest.
+        fsync_directory(new / inside)
+    return is_any
+
+
+def _is_array(folder: Path) -> bool:
+    """Whether a folder is an array of another checkpoint: two in one would read as neither."""
+    return any(os.path.lexists(folder / name) for name in (".zarray", "zarr.json"))
 
 
 def _parents(name: str) -> list[str]:
@@ -251,4 +276,6 @@ def _link_or_copy(source: str, destination: str) -> str:
                 f"cannot keep {source} beside the new checkpoint: {error}"
             ) from error
         shutil.copy2(source, destination)
+        with suppress(PermissionError), Path(destination).open("rb") as file:
+            os.fsync(file.fileno())
     return destination

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Arrays", "host_array", "tensorstore"]
 
-_FAILURES = (ValueError, TypeError, IndexError, KeyError, RuntimeError, OSError)
-"""What TensorStore makes of a status; its text begins with the status' name."""
+_FAILURES = (ValueError, TypeError, IndexError, KeyError, RuntimeError, OSError, OverflowError)
+"""What TensorStore makes of a status, whose name its text begins with, or of a number too large."""
 
 _ERRNO = re.compile(r"os_error_code='(\d{1,4})'")
 

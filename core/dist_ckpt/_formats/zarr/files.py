@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from dist_ckpt._geometry import Box
     from dist_ckpt.storage import Store
 
-__all__ = ["ChunkFiles", "chunk_files"]
+__all__ = ["ChunkFiles", "chunk_files", "is_as_torch"]
 
 _MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 _INDEX_ENTRY_NBYTES = 16
-_MAX_COMPRESSED_NBYTES = 1 << 31
-"""Largest compressed chunk that is read; more does not fit the common compressors either."""
+_MAX_HELD_NBYTES = 1 << 31
+"""Largest chunk that is read if only TensorStore can: it holds all of it, and a file of holes is as
+long as it likes. More does not fit the common compressors either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +92,10 @@ def _v2(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
     if separator not in (".", "/"):
         raise ValueError(f"dimension_separator {separator!r}")
     nbytes = math.prod(cell) * itemsize
-    if document.get("compressor") is None and not document.get("filters"):
-        return ChunkFiles(path, 2, separator, cell, nbytes)
-    if nbytes > _MAX_COMPRESSED_NBYTES:
-        raise ValueError(f"compressed chunks of {nbytes} bytes")
-    return ChunkFiles(path, 2, separator, cell, 0)
+    is_plain = document.get("compressor") is None and not document.get("filters")
+    if not (is_plain and is_as_torch(document)) and nbytes > _MAX_HELD_NBYTES:
+        raise ValueError(f"compressed or reordered chunks of {nbytes} bytes")
+    return ChunkFiles(path, 2, separator, cell, nbytes if is_plain else 0)
 
 
 def _v3(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
@@ -109,9 +109,18 @@ def _v3(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
     encoding = document["chunk_key_encoding"]
     if (encoding["name"], encoding["configuration"]["separator"]) != ("default", "."):
         raise ValueError(f"chunk_key_encoding {encoding!r}")
-    count = math.prod(-(-c // i) for c, i in zip(cell, inner, strict=True))
+    # A file of holes is as long as it likes: also the tensor bounds what is held of it.
+    axes = list(zip(cell, inner, document["shape"], strict=True))
+    if any(i > max(n, 1) or c >= max(n, 1) + i for c, i, n in axes):
+        raise ValueError(f"chunks of {inner} in shards of {cell}")
+    count = math.prod(-(-c // i) for c, i, _ in axes)
     least = max(count * _INDEX_ENTRY_NBYTES, math.prod(inner) * itemsize)
     return ChunkFiles(path, 3, ".", cell, least)
+
+
+def is_as_torch(document: dict[str, Any]) -> bool:
+    """Whether the elements of a v2 chunk lie as they do in a tensor."""
+    return document.get("order") == "C" and not str(document.get("dtype")).startswith(">")
 
 
 def _extents(values: Any) -> tuple[int, ...]:

@@ -95,12 +95,19 @@ def zarr_index_from_json(data: bytes, *, where: str, sizes: Mapping[str, int]) -
             )
         zarr_format, encoding = _FORMATS[document["format"]]
         tensors, paths = {}, set()
+        nbytes: dict[str, int] = defaultdict(int)
+        for name, n in sizes.items():
+            nbytes[name.rpartition("/")[0]] += n
         for key, entry in document["tensors"].items():
             path = checked_name(entry["path"])
             if f"{path}/{metadata_name(zarr_format)}" not in sizes or path in paths:
                 raise ValueError(f"{key!r}: {path!r} is no array of its own in the manifest")
             paths.add(path)
             tensors[key] = _tensor(key, entry, path, encoding)
+            # Ours are not compressed: nothing is allocated that the files cannot fill.
+            wanted = sum(chunk.nbytes for chunk in tensors[key].chunks)
+            if nbytes[path] < wanted:
+                raise ValueError(f"{key!r}: {nbytes[path]} bytes for {wanted} of the tensor")
     except _MALFORMED as error:
         raise CorruptedCheckpointError(
             f"{where}: not an index of ours ({type(error).__name__}: {error})."

@@ -8,6 +8,7 @@ Source of the layout: Megatron-Core 0.5 to 0.15, ``dist_checkpointing.strategies
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from dist_ckpt._formats.base import Written
 from dist_ckpt._formats.torch_dist.foreign import COMMON_PT
 from dist_ckpt._formats.torch_saved import torch_saved
 from dist_ckpt._formats.zarr.format import ZarrFormat
+from dist_ckpt._formats.zarr.metadata import metadata_name
 from dist_ckpt._formats.zarr.names import is_plain_path
 from dist_ckpt.mapping import is_main_replica
 from dist_ckpt.storage import LocalStore
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from dist_ckpt._state import SaveParts
 
 __all__ = ["MegatronZarrFormat"]
+
+_CHUNK = re.compile(r"\d+(\.\d+)*")
 
 
 class MegatronZarrFormat(ZarrFormat):
@@ -46,8 +50,11 @@ class MegatronZarrFormat(ZarrFormat):
         store, files = LocalStore(job.directory), dict(written.files or {})
         folders: set[Path] = set()
         for name, value in _companions(job.parts, job.rank).items():
+            if _meets_chunks(job.directory, name):
+                continue
             data = torch_saved(value)
-            (job.directory / name).parent.mkdir(parents=True, exist_ok=True)
+            with storage_errors("create", job.directory / name):
+                (job.directory / name).parent.mkdir(parents=True, exist_ok=True)
             store.create(name, data)
             files[name] = len(data)
             folders.update((job.directory / name).parents)
@@ -66,6 +73,18 @@ def _companions(parts: SaveParts, rank: int) -> dict[str, Any]:
         for name in _object_files(one.unique_key)
     }
     return found | ({COMMON_PT: parts.common} if rank == 0 else {})
+
+
+def _meets_chunks(directory: Path, name: str) -> bool:
+    """Whether a folder on the way to ``name`` would have the name of a chunk of an array.
+
+    The older reader knows no other place: it cannot have both. All arrays are made by now.
+    """
+    parts = name.split("/")
+    return any(
+        _CHUNK.fullmatch(parts[n]) and (directory.joinpath(*parts[:n]) / metadata_name(2)).exists()
+        for n in range(1, len(parts) - 1)
+    )
 
 
 def _object_files(unique_key: str) -> set[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._formats.torch_dist.read import read_into as read_raw
+from dist_ckpt._formats.zarr.files import is_as_torch
 from dist_ckpt._formats.zarr.grid import cells_of
 from dist_ckpt._geometry import Box
 from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
@@ -35,8 +36,7 @@ def has_large_plain_chunks(document: dict[str, Any], files: ChunkFiles) -> bool:
     return (
         files.zarr_format == 2  # noqa: PLR2004 - of zarr
         and files.least_nbytes > _LARGE_NBYTES
-        and document.get("order") == "C"
-        and not str(document.get("dtype")).startswith(">")
+        and is_as_torch(document)
     )
 
 
