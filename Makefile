@@ -10,9 +10,10 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: test demo lint bench clean
 
-# Lint first: it is quick. The suite comes last, so that the log ends with its summary.
+# Lint first: it is quick. The suite comes last, so that the log ends with its summary. Two workers,
+# a file each at a time: much of the suite waits for processes to start.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
