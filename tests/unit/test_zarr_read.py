@@ -437,3 +437,32 @@ def test_a_relative_directory(
 
     assert torch.equal(read_whole(Path("c"), index, "w"), tensor)
     assert files_of(Path("c")).keys() == files_of(tmp_path / "c").keys()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"order": "F"}, {"dtype": ">f4"}, {"filters": [{"id": "delta", "dtype": "<f4"}]}],
+    ids=["order", "bytes", "filter"],
+)
+def test_an_array_of_ours_in_another_layout_is_damage(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    """It would load other values from the same bytes; one flipped bit makes ``<f4`` of ``>f4``."""
+    _, index = four_rows(tmp_path, 1)
+    path = metadata_path(tmp_path, 1)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+
+    with pytest.raises(CorruptedCheckpointError, match="'w'.*not laid out as they were written"):
+        read_whole(tmp_path, index, "w")
+
+
+def test_a_shard_of_ours_in_the_other_byte_order_is_damage(tmp_path: Path) -> None:
+    """Of zarr v3, too."""
+    _, index = four_rows(tmp_path, 2)
+    path = metadata_path(tmp_path, 2)
+    document = json.loads(path.read_text())
+    document["codecs"][0]["configuration"]["codecs"][0]["configuration"]["endian"] = "big"
+    path.write_text(json.dumps(document))
+
+    with pytest.raises(CorruptedCheckpointError, match="'w'.*endian"):
+        read_whole(tmp_path, index, "w")

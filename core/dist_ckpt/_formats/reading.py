@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Destination", "read_into"]
 
-_ZARR = ("zarr2", "zarr3")
+_ZARR = ("zarr2", "zarr3", "zarr2_foreign")
 
 
 def read_into(

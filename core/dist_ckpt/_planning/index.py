@@ -24,9 +24,10 @@ INDEX_VERSION = 1
 _MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
 """What reading a document of the wrong shape raises."""
 
-Encoding: TypeAlias = Literal["raw", "torch_zip", "zarr2", "zarr3"]
+Encoding: TypeAlias = Literal["raw", "torch_zip", "zarr2", "zarr3", "zarr2_foreign"]
 """``raw``: row-major bytes at the position; ``torch_zip``: a whole ``torch.save`` record; ``zarr2``
-and ``zarr3``: the box of an array, whose directory is the file, with position 0."""
+and ``zarr3``: the box of an array as we lay it out, whose directory is the file, with position 0;
+``zarr2_foreign``: of any array of zarr v2."""
 
 
 @dataclass(frozen=True, slots=True)

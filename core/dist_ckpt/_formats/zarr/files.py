@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dist_ckpt._geometry import Box
     from dist_ckpt.storage import Store
 
-__all__ = ["ChunkFiles", "chunk_files", "is_as_torch"]
+__all__ = ["ChunkFiles", "chunk_files", "is_as_torch", "is_as_written"]
 
 _MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 _INDEX_ENTRY_NBYTES = 16
@@ -62,6 +62,9 @@ class ChunkFiles:
                 )
 
 
+_LITTLE = {"endian": "little"}
+
+
 def chunk_files(
     document: dict[str, Any], path: str, itemsize: int, *, key: str, where: str
 ) -> ChunkFiles:
@@ -93,7 +96,7 @@ def _v2(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
         raise ValueError(f"dimension_separator {separator!r}")
     nbytes = math.prod(cell) * itemsize
     is_plain = document.get("compressor") is None and not document.get("filters")
-    if not (is_plain and is_as_torch(document)) and nbytes > _MAX_HELD_NBYTES:
+    if not is_as_written(document) and nbytes > _MAX_HELD_NBYTES:
         raise ValueError(f"compressed or reordered chunks of {nbytes} bytes")
     return ChunkFiles(path, 2, separator, cell, nbytes if is_plain else 0)
 
@@ -106,6 +109,9 @@ def _v3(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
     names = [one["name"] for one in (codec, *shards["codecs"], *shards["index_codecs"])]
     if names != ["sharding_indexed", "bytes", "bytes", "crc32c"]:
         raise ValueError(f"codecs {names}")
+    for one in (*shards["codecs"], shards["index_codecs"][0]):
+        if one.get("configuration", _LITTLE) != _LITTLE:
+            raise ValueError(f"codec {one!r}")
     encoding = document["chunk_key_encoding"]
     if (encoding["name"], encoding["configuration"]["separator"]) != ("default", "."):
         raise ValueError(f"chunk_key_encoding {encoding!r}")
@@ -121,6 +127,12 @@ def _v3(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
 def is_as_torch(document: dict[str, Any]) -> bool:
     """Whether the elements of a v2 chunk lie as they do in a tensor."""
     return document.get("order") == "C" and not str(document.get("dtype")).startswith(">")
+
+
+def is_as_written(document: dict[str, Any]) -> bool:
+    """Whether the chunks of a v2 array are laid out as this format writes them."""
+    is_plain = document.get("compressor") is None and not document.get("filters")
+    return is_plain and is_as_torch(document)
 
 
 def _extents(values: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from dist_ckpt._engine.memory import Scratch, bits
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.zarr.arrays import Arrays, host_array
-from dist_ckpt._formats.zarr.files import ChunkFiles, chunk_files
+from dist_ckpt._formats.zarr.files import ChunkFiles, chunk_files, is_as_written
 from dist_ckpt._formats.zarr.grid import split_on_grid
 from dist_ckpt._formats.zarr.metadata import (
     MAX_METADATA_NBYTES,
@@ -133,7 +133,7 @@ def _open_job(
     def job(check: Callable[[], None]) -> _Opened:
         check()
         path, encoding = stored.chunks[0].file, stored.chunks[0].encoding
-        name = f"{path}/{metadata_name(2 if encoding == 'zarr2' else 3)}"
+        name = f"{path}/{metadata_name(3 if encoding == 'zarr3' else 2)}"
         try:
             data = store.read(name, max_nbytes=MAX_METADATA_NBYTES)
         except CheckpointNotFoundError as error:
@@ -144,6 +144,11 @@ def _open_job(
         check_metadata(document, key, stored.dtype, stored.shape, name)
         itemsize = dtype_from_name(stored.dtype).itemsize
         files = chunk_files(document, path, itemsize, key=key, where=name)
+        if encoding == "zarr2" and not is_as_written(document):
+            raise CorruptedCheckpointError(
+                f"{key!r}: {name} describes chunks that are not laid out as they were written.",
+                hint="use another checkpoint.",
+            )
         array = arrays.open(path, document, key=key)
         chunk = tuple(array.chunk_layout.read_chunk.shape or ())
         return _Opened(array, document, stored, chunk, files)

@@ -81,5 +81,5 @@ def _tensor(document: dict[str, Any], path: str) -> StoredTensor:
     numel = math.prod(shape)
     whole = Box((0,) * len(shape), shape)
     nbytes = numel * dtype_from_name(dtype).itemsize
-    chunks = (StoredChunk(whole, path, 0, nbytes, "zarr2"),) if numel else ()
+    chunks = (StoredChunk(whole, path, 0, nbytes, "zarr2_foreign"),) if numel else ()
     return StoredTensor(dtype, shape, chunks)
