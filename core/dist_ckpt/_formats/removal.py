@@ -111,11 +111,9 @@ def _documents(
         return {INDEX_FILE: zarr_index_without(index, doomed)}
     from dist_ckpt._formats.torch_dist.trim import metadata_without  # noqa: PLC0415 - heavy
 
-    data = store.read(METADATA_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
-    where = str(contents.directory / METADATA_FILE)
     return {
         INDEX_FILE: kept.to_json(),
-        METADATA_FILE: metadata_without(data, doomed, where=where),
+        METADATA_FILE: metadata_without(contents.directory / METADATA_FILE, doomed),
     }
 
 

@@ -52,6 +52,44 @@ _MAX_NBYTES = 1 << 31
 _COMMON_JSON = "common_document.json"
 
 
+class _CommonLoadStrategy(LoadCommonStrategy):
+    """What the two load strategies share; each reads version 1 of its backend."""
+
+    backend: str
+
+    def __init__(self, *, allow_pickle: bool = False) -> None:
+        """Remember the choice."""
+        self._allow_pickle = allow_pickle
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """True."""
+        return True
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise if the common part is of another backend.
+
+        Raises:
+            UnknownStrategyError: It is.
+        """
+        if loaded_backend != self.backend:
+            raise UnknownStrategyError(
+                f"{type(self).__name__} reads {self.backend!r}, not {loaded_backend!r}."
+            )
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise if it is of another version than 1.
+
+        Raises:
+            UnknownStrategyError: It is.
+        """
+        if loaded_version != 1:
+            raise UnknownStrategyError(
+                f"{type(self).__name__} reads version 1, not {loaded_version!r}.",
+                hint="upgrade dist-ckpt.",
+            )
+
+
 class JsonCommonSaveStrategy(SaveCommonStrategy):
     """Saves values as typed JSON, and the tensors among them in a file of tensors beside it.
 
@@ -81,29 +119,14 @@ class JsonCommonSaveStrategy(SaveCommonStrategy):
             _save_document(one.data, f"{one.unique_key}.json", one.key, Path(checkpoint_dir))
 
 
-class JsonCommonLoadStrategy(LoadCommonStrategy):
+class JsonCommonLoadStrategy(_CommonLoadStrategy):
     """Loads what ``JsonCommonSaveStrategy`` saved; nothing is unpickled unless allowed.
 
     Args:
         allow_pickle: Whether values that JSON could not carry may be unpickled.
     """
 
-    def __init__(self, *, allow_pickle: bool = False) -> None:
-        """Remember the choice."""
-        self._allow_pickle = allow_pickle
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True."""
-        return True
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise unless it is ``json``."""
-        _check_backend(self, "json", loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise unless it is 1."""
-        _check_version(self, loaded_version)
+    backend = "json"
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Return the common part. Not collective."""
@@ -175,29 +198,14 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
             LocalStore(Path(checkpoint_dir)).create(name, torch_saved(one.data))
 
 
-class TorchCommonLoadStrategy(LoadCommonStrategy):
+class TorchCommonLoadStrategy(_CommonLoadStrategy):
     """Loads ``common.pt`` and the files of objects, restricted to tensors and plain values.
 
     Args:
         allow_pickle: Whether anything may be unpickled; that runs code from the checkpoint.
     """
 
-    def __init__(self, *, allow_pickle: bool = False) -> None:
-        """Remember the choice."""
-        self._allow_pickle = allow_pickle
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """True."""
-        return True
-
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise unless it is ``torch``."""
-        _check_backend(self, "torch", loaded_backend)
-
-    def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise unless it is 1."""
-        _check_version(self, loaded_version)
+    backend = "torch"
 
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """Return the common part. Not collective.
@@ -281,19 +289,6 @@ def _stored_objects(directory: Path) -> dict[str, ShardedObject]:
         with contextlib.suppress(InvalidShardingError):  # a file of the sharded strategy
             found[name] = ShardedObject.empty_from_unique_key(name)
     return found
-
-
-def _check_backend(strategy: LoadCommonStrategy, own: str, loaded: str) -> None:
-    if loaded != own:
-        raise UnknownStrategyError(f"{type(strategy).__name__} reads {own!r}, not {loaded!r}.")
-
-
-def _check_version(strategy: LoadCommonStrategy, loaded: int) -> None:
-    if loaded != 1:
-        raise UnknownStrategyError(
-            f"{type(strategy).__name__} reads version 1, not {loaded!r}.",
-            hint="upgrade dist-ckpt.",
-        )
 
 
 def register_default_common_strategies() -> None:
