@@ -1,7 +1,8 @@
 """The end of a save: whether it may take its target's place, and how it does.
 
 Here: the check of the target, the manifest of all files, the marker, the rename. Not here: the
-steps before (``_saving``), the rename itself (``_engine.commit``). Runs on rank 0 alone.
+steps before (``_saving``), the rename itself (``_engine.commit``). Runs on rank 0 alone, or in the
+process that writes in the background for it: nothing imported here may import torch.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shutil
 import stat
 from typing import TYPE_CHECKING
 
-from dist_ckpt._formats.documents import Manifest, files_of_checkpoint, write_documents
+from dist_ckpt._formats.manifest import Manifest, files_of_checkpoint, write_documents
 from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import LocalStore
 from dist_ckpt.storage.local import fsync_directory, storage_errors

@@ -7,78 +7,59 @@ if ranks hand pieces to each other.
 
 from __future__ import annotations
 
-import copy
 import functools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from dist_ckpt._engine.commit import Attempt
 from dist_ckpt._formats.base import SavePlan, WriteJob, Written
 from dist_ckpt._formats.documents import COMMON_FILE
-from dist_ckpt._formats.objects import encode_common, object_shards
-from dist_ckpt._planning.describe import LocalShard, local_shards
 from dist_ckpt._planning.index import StoredTensor
+from dist_ckpt._preparing import (
+    CommonWriter,
+    Prepared,
+    SaveRequest,
+    check_views,
+    common_backend,
+    prepare,
+    with_values_copied,
+)
 from dist_ckpt._publishing import all_files, check_target, publish
-from dist_ckpt._state import SaveParts, split_for_save
 from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError, StorageError
 from dist_ckpt.storage import LocalStore
-from dist_ckpt.validation import (
-    RankView,
-    check_formats,
-    check_objects,
-    check_sharding,
-    check_storable,
-)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    import torch
+
     from dist_ckpt._formats.base import SaveFormat, WriteResult
+    from dist_ckpt._state import SaveParts
     from dist_ckpt.options import SaveOptions
-    from dist_ckpt.types import Communicator, ShardedStateDict, StateDict
+    from dist_ckpt.types import Communicator
+    from dist_ckpt.validation import RankView
 
-__all__ = ["CommonWriter", "PendingSave", "SaveRequest", "begin_save", "begin_sharded", "run_save"]
-
-
-@dataclass(frozen=True, slots=True)
-class CommonWriter:
-    """Another way to store the common part than ours: called on rank 0 with part and directory."""
-
-    backend: str
-    version: int
-    write: Callable[[StateDict, Path], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """What one rank brings to a save; made inside of an exchange, so that all hear if it fails.
-
-    ``thread_count`` stands before that of the options: a strategy has one of its own.
-    """
-
-    state_dict: ShardedStateDict
-    format: SaveFormat
-    common: CommonWriter | None = None
-    thread_count: int | None = None
+__all__ = [
+    "Assignment",
+    "CommonWriter",
+    "Coordinator",
+    "PendingSave",
+    "SaveRequest",
+    "begin_save",
+    "begin_sharded",
+    "commit_written",
+    "pass_on",
+    "plan_work",
+    "proven",
+    "run_save",
+    "write_part",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
-    """This rank's shards, in the order in which they were described to rank 0."""
-
-    request: SaveRequest
-    parts: SaveParts
-    shards: list[LocalShard]
-    view: RankView
-    common: bytes | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Assignment:
+class Assignment:
     """What one rank has to write, and where."""
 
     directory: Path
@@ -87,7 +68,7 @@ class _Assignment:
 
 
 @dataclass(slots=True)
-class _Coordinator:
+class Coordinator:
     """What rank 0 remembers between the exchanges."""
 
     attempt: Attempt | None = None
@@ -107,9 +88,9 @@ class PendingSave:
     phase: str
     comm: Communicator
     options: SaveOptions
-    prepared: _Prepared
-    assignment: _Assignment
-    coordinator: _Coordinator
+    prepared: Prepared
+    assignment: Assignment
+    coordinator: Coordinator
     finish: Callable[[Sequence[Written]], None]
     written: Written | BaseException | None = None
 
@@ -134,27 +115,35 @@ class PendingSave:
         What goes wrong is kept for ``commit``, which tells all ranks.
         """
         try:
+            sources = self.format.sources(self.assignment.work)
             shards = [
-                replace(shard, view=None if shard.view is None else shard.view.detach().clone())
-                for shard in self.prepared.shards
+                replace(
+                    shard,
+                    view=shard.view.detach().clone()
+                    if number in sources and shard.view is not None
+                    else None,
+                )
+                for number, shard in enumerate(self.prepared.shards)
             ]
             self.prepared = replace(self.prepared, shards=shards)
             self.stage_values()
         except Exception as error:  # noqa: BLE001 - told to all ranks by `commit`
             self.written = error
 
+    def forget_data(self) -> None:
+        """Let go of the data: it was copied elsewhere."""
+        shards = [replace(shard, view=None) for shard in self.prepared.shards]
+        self.prepared = replace(self.prepared, shards=shards)
+
     def stage_values(self) -> None:
         """Copy the common part and the objects, for those who write them later than now."""
-        parts = self.prepared.parts
-        objects = tuple(replace(one, data=_value_copied(one.data)) for one in parts.objects)
-        parts = replace(parts, common=_value_copied(parts.common), objects=objects)
-        self.prepared = replace(self.prepared, parts=parts)
+        self.prepared = with_values_copied(self.prepared)
 
     def write(self) -> None:
         """Write this rank's part; what goes wrong is kept for ``commit``. No exchange inside."""
         if isinstance(self.written, BaseException):
             return
-        self.keep(lambda: _write(self.prepared, self.assignment, self.comm.rank, self.options))
+        self.keep(lambda: write_part(self.prepared, self.assignment, self.comm.rank, self.options))
 
     def write_common(self, written: Written) -> Written:
         """Write the common part, for those who do not call ``write``; return what was written."""
@@ -225,21 +214,21 @@ def begin_save(
     check_coverage: bool,
 ) -> PendingSave:
     """Plan a save and open its attempt; arguments as for ``run_save``. Collective."""
-    prepare = functools.cache(lambda: _prepare(build(), comm.rank))
-    coordinator = _Coordinator()
+    prepared = functools.cache(lambda: prepare(build(), comm.rank))
+    coordinator = Coordinator()
 
     def place(views: Sequence[RankView]) -> Path:
-        _check_views(views, check_coverage=check_coverage)
+        check_views(views, check_coverage=check_coverage)
         check_target(target, options)
         coordinator.attempt = Attempt.begin(target, options.staging_dir)
         return coordinator.attempt.directory
 
-    assignment = _planned(f"planning the save to {target}", prepare, place, coordinator, comm)
+    assignment = _planned(f"planning the save to {target}", prepared, place, coordinator, comm)
     pending = PendingSave(
-        f"writing {target}", comm, options, prepare(), assignment, coordinator,
-        lambda written: _commit(written, pending.prepared, coordinator, options),
+        f"writing {target}", comm, options, prepared(), assignment, coordinator,
+        lambda written: commit_written(written, pending.prepared, coordinator, options),
     )  # fmt: skip
-    _pass_on(pending)
+    pass_on(pending)
     return pending
 
 
@@ -250,41 +239,41 @@ def begin_sharded(
 
     Its ``commit`` writes the format's own documents, no manifest and no marker.
     """
-    prepare = functools.cache(lambda: _prepare(build(), comm.rank))
-    coordinator = _Coordinator()
+    prepared = functools.cache(lambda: prepare(build(), comm.rank))
+    coordinator = Coordinator()
 
     def place(views: Sequence[RankView]) -> Path:
-        _check_views(views, check_coverage=False)
+        check_views(views, check_coverage=False)
         return directory
 
     def finish(written: Sequence[Written]) -> None:
-        fmt, store = prepare().request.format, LocalStore(directory)
-        documents = fmt.documents(_proven(written, coordinator), coordinator.empty, directory)
+        fmt, store = prepared().request.format, LocalStore(directory)
+        documents = fmt.documents(proven(written, coordinator), coordinator.empty, directory)
         for name, data in documents.items():
             store.create(name, data)
 
     phase = f"planning the save of shards to {directory}"
-    assignment = _planned(phase, prepare, place, coordinator, comm)
+    assignment = _planned(phase, prepared, place, coordinator, comm)
     pending = PendingSave(
-        f"writing shards to {directory}", comm, options, prepare(), assignment, coordinator, finish
+        f"writing shards to {directory}", comm, options, prepared(), assignment, coordinator, finish
     )
-    _pass_on(pending)
+    pass_on(pending)
     return pending
 
 
 def _planned(
     phase: str,
-    prepare: Callable[[], _Prepared],
+    prepared: Callable[[], Prepared],
     place: Callable[[Sequence[RankView]], Path],
-    coordinator: _Coordinator,
+    coordinator: Coordinator,
     comm: Communicator,
-) -> _Assignment:
+) -> Assignment:
     """Describe, check and share out. Collective; ``place`` runs on rank 0."""
     try:
         return comm.map_scatter(
             phase,
-            lambda: prepare().view,
-            lambda views: _plan(views, place(views), prepare().request.format, coordinator),
+            lambda: prepared().view,
+            lambda views: plan_work(views, place(views), prepared().request.format, coordinator),
         )
     except BaseException:
         # Also on Ctrl-C: an attempt that nobody finishes must not stay behind.
@@ -292,7 +281,7 @@ def _planned(
         raise
 
 
-def _pass_on(pending: PendingSave) -> None:
+def pass_on(pending: PendingSave) -> None:
     """Let ranks put down what others will write. Collective, if the plan says so."""
     if not pending.assignment.passes_on:
         return
@@ -310,68 +299,23 @@ def _pass_on(pending: PendingSave) -> None:
         raise
 
 
-def _prepare(request: SaveRequest, rank: int) -> _Prepared:
-    """Take the state dict apart and describe it. Every rank."""
-    parts = split_for_save(request.state_dict)
-    shards = local_shards(parts.tensors)
-    common = None
-    if request.format.stores_common:
-        shards += object_shards(parts.objects)
-        if rank == 0 and request.common is None:
-            encoded = encode_common(parts.common)
-            common, shards = encoded.data, shards + encoded.shards
-    view = RankView(
-        tuple(shard.info for shard in shards),
-        tuple(one.without_data() for one in parts.objects),
-        (
-            (request.format.backend, request.format.version),
-            _common_backend(request),
-        ),
-    )
-    return _Prepared(request, parts, shards, view, common)
-
-
-def _common_backend(request: SaveRequest) -> tuple[str, int]:
-    common = request.common
-    return (common.backend, common.version) if common else request.format.common_backend
-
-
-def _check_views(views: Sequence[RankView], *, check_coverage: bool) -> None:
-    check_formats(views)
-    shards = [view.shards for view in views]
-    if check_coverage:
-        # First: a double object is a double tensor too, which would tell the user less.
-        check_objects([view.objects for view in views])
-    check_sharding(shards, coverage=check_coverage)
-    check_storable(shards)
-
-
-def _plan(
-    views: Sequence[RankView], directory: Path, fmt: SaveFormat, coordinator: _Coordinator
-) -> list[_Assignment]:
+def plan_work(
+    views: Sequence[RankView], directory: Path, fmt: SaveFormat, coordinator: Coordinator
+) -> list[Assignment]:
     """Share out the work. Rank 0."""
     shards = [view.shards for view in views]
     plan = coordinator.plan = fmt.plan(shards, directory)
     for info in (info for view in shards for info in view):
         if 0 in info.global_shape:
             coordinator.empty[info.key] = StoredTensor(info.dtype, info.global_shape, (), info.role)
-    return [_Assignment(directory, work, plan.passes_on) for work in plan.work]
+    return [Assignment(directory, work, plan.passes_on) for work in plan.work]
 
 
-def _value_copied(value: Any) -> Any:
-    # By itself deepcopy refuses tensors that some function of autograd has made.
-    return copy.deepcopy(value, {id(t): t.detach().clone() for t in _tensors_in(value)})
+def _cloned(view: torch.Tensor | None) -> torch.Tensor | None:
+    return None if view is None else view.detach().clone()
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(one)
-
-
-def _job(prepared: _Prepared, assignment: _Assignment, rank: int, options: SaveOptions) -> WriteJob:
+def _job(prepared: Prepared, assignment: Assignment, rank: int, options: SaveOptions) -> WriteJob:
     return WriteJob(
         parts=prepared.parts,
         shards=prepared.shards,
@@ -382,8 +326,8 @@ def _job(prepared: _Prepared, assignment: _Assignment, rank: int, options: SaveO
     )
 
 
-def _write(
-    prepared: _Prepared, assignment: _Assignment, rank: int, options: SaveOptions
+def write_part(
+    prepared: Prepared, assignment: Assignment, rank: int, options: SaveOptions
 ) -> Written:
     """Write this rank's files and make them durable. Every rank."""
     directory, fmt, common = assignment.directory, prepared.request.format, prepared.request.common
@@ -398,7 +342,7 @@ def _write(
     return _with_common(written, prepared, directory, rank)
 
 
-def _with_common(written: Written, prepared: _Prepared, directory: Path, rank: int) -> Written:
+def _with_common(written: Written, prepared: Prepared, directory: Path, rank: int) -> Written:
     """Write the common part another way than ours, if that was asked for. Rank 0."""
     common = prepared.request.common
     if common is None or rank != 0:
@@ -415,7 +359,7 @@ def _result(written: Written | BaseException | None) -> Written:
     return written
 
 
-def _proven(written: Sequence[Written], coordinator: _Coordinator) -> list[WriteResult]:
+def proven(written: Sequence[Written], coordinator: Coordinator) -> list[WriteResult]:
     """Return what all ranks wrote, or raise if something is missing. Rank 0."""
     results = [result for one in written for result in one.results]
     planned = coordinator.plan.num_results if coordinator.plan is not None else 0
@@ -424,10 +368,10 @@ def _proven(written: Sequence[Written], coordinator: _Coordinator) -> list[Write
     return results
 
 
-def _commit(
+def commit_written(
     written: Sequence[Written],
-    prepared: _Prepared,
-    coordinator: _Coordinator,
+    prepared: Prepared,
+    coordinator: Coordinator,
     options: SaveOptions,
 ) -> None:
     """Make the attempt the checkpoint, if it is complete. Rank 0."""
@@ -435,7 +379,7 @@ def _commit(
     if attempt is None or plan is None:
         raise CoordinationError("a commit without an attempt")
     fmt = prepared.request.format
-    results = _proven(written, coordinator)
+    results = proven(written, coordinator)
     documents = fmt.documents(results, coordinator.empty, attempt.directory)
     if prepared.common is not None:
         documents[COMMON_FILE] = prepared.common
@@ -443,7 +387,7 @@ def _commit(
         attempt,
         documents,
         all_files(written, plan, attempt.directory),
-        CheckpointingConfig(fmt.backend, fmt.version, *_common_backend(prepared.request)),
+        CheckpointingConfig(fmt.backend, fmt.version, *common_backend(prepared.request)),
         world_size=len(written),
         include_dir=options.include_dir,
     )

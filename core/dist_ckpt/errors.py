@@ -16,9 +16,11 @@ Here: exception classes only. Not here: the checks that raise them. Raised on ev
     ├── UnknownStrategyError        (also LookupError)       backend or version nobody handles
     ├── UnsafeContentError                                   needs ``allow_pickle=True``
     ├── StorageError                                         the store failed
-    └── CoordinationError                                    ranks disagree or vanished
-        ├── RankFailedError                                  ``failures``: rank -> what it raised
-        └── BarrierTimeoutError     (also TimeoutError)      names the ranks that did not arrive
+    ├── CoordinationError                                    ranks disagree or vanished
+    │   ├── RankFailedError                                  ``failures``: rank -> what it raised
+    │   └── BarrierTimeoutError     (also TimeoutError)      names the ranks that did not arrive
+    └── AsyncSaveError                                       a background save failed; raised once
+        └── WorkerDiedError                                  exit code, and what it did last
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from enum import StrEnum
 from typing import Any
 
 __all__ = [
+    "AsyncSaveError",
     "BarrierTimeoutError",
     "CheckpointNotFoundError",
     "CheckpointingException",
@@ -45,6 +48,7 @@ __all__ = [
     "StorageError",
     "UnknownStrategyError",
     "UnsafeContentError",
+    "WorkerDiedError",
 ]
 
 
@@ -65,6 +69,8 @@ class ErrorKind(StrEnum):
     COORDINATION = "coordination"
     RANK_FAILED = "rank_failed"
     BARRIER_TIMEOUT = "barrier_timeout"
+    ASYNC_SAVE = "async_save"
+    WORKER_DIED = "worker_died"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,3 +189,18 @@ class BarrierTimeoutError(CoordinationError, TimeoutError):
     """Some ranks did not arrive in time; the message names them."""
 
     kind = ErrorKind.BARRIER_TIMEOUT
+
+
+class AsyncSaveError(CheckpointingException):
+    """A background save failed. Raised once, on every rank, at the next touch.
+
+    ``__cause__`` is what failed, ``failures`` has it by rank. Nothing of that save is committed.
+    """
+
+    kind = ErrorKind.ASYNC_SAVE
+
+
+class WorkerDiedError(AsyncSaveError):
+    """The process that writes died; the message has its exit code and what it did last."""
+
+    kind = ErrorKind.WORKER_DIED

@@ -25,6 +25,7 @@ from dist_ckpt._loading import (
     stored_keys,
 )
 from dist_ckpt._planning.describe import local_shards
+from dist_ckpt._process_writing import staged_write
 from dist_ckpt._saving import PendingSave, SaveRequest, begin_save, run_save
 from dist_ckpt._state import split_for_load
 from dist_ckpt.dict_utils import dict_list_map_outplace, extract_matching_values
@@ -136,8 +137,21 @@ def _later(pending: PendingSave) -> AsyncRequest:
     """Return a planned save as a request, with its data copied. Collective."""
     if isinstance(pending.format, StrategyFormat):
         return async_request(pending, pending.format)
-    pending.stage()
-    return AsyncRequest(pending.write, (), [pending.commit])
+    return AsyncRequest(_staged(pending), (), [pending.commit])
+
+
+def _staged(pending: PendingSave) -> Callable[[], None]:
+    """Copy what a planned save writes; return what writes it. Never raises: the commit tells."""
+    try:
+        write = staged_write(pending)
+    except Exception as error:  # noqa: BLE001 - told to all ranks by the commit
+        pending.written = error
+        return pending.write
+    if write is None:
+        pending.stage()
+        return pending.write
+    pending.forget_data()
+    return write
 
 
 def _with_content_metadata(

@@ -44,6 +44,7 @@ from dist_ckpt.derive import (
     sharded_model_state,
     sharded_optimizer_state,
 )
+from dist_ckpt.derive.steady import steady_keys
 from dist_ckpt.derive.values import fill_shared, sharded_values
 from dist_ckpt.errors import CheckpointNotFoundError, MismatchError
 from dist_ckpt.mapping import ShardedObject
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dist_ckpt._formats.documents import CheckpointContents
+    from dist_ckpt.background import BackgroundSaver
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
 
 __all__ = [
@@ -101,6 +103,8 @@ def save_training_state(
     *,
     options: SaveOptions | None = None,
     communicator: Communicator | None = None,
+    saver: BackgroundSaver | None = None,
+    on_settled: Callable[[BaseException | None], None] | None = None,
 ) -> None:
     """Save a job's state as one checkpoint directory. Collective.
 
@@ -110,24 +114,40 @@ def save_training_state(
             raised on all.
         options: Further choices.
         communicator: The ranks, if not those of the default process group.
+        saver: Writes the checkpoint while training goes on: this returns when the state may change.
+        on_settled: Called when a background save has ended, on another thread, with None or with
+            what failed.
 
     Raises:
         CheckpointingException: On every rank, whatever failed on any; nothing is committed then.
+        AsyncSaveError: A background save before this one failed; this one does not begin.
     """
     options = options or SaveOptions()
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
 
     def build() -> SaveRequest:
         checked_path(checkpoint_dir)  # what is no path on one rank is told to all
-        return SaveRequest(state_dict=_tree(state, comm), format=new_format(*options.format))
+        tree, steady = _tree(state, comm)
+        return SaveRequest(state_dict=tree, format=new_format(*options.format), steady=steady)
 
     target = path_to_tell(checkpoint_dir)
-    run_save(build, target, comm, options, check_coverage=options.verify_sharding)
+    if saver is None:
+        run_save(build, target, comm, options, check_coverage=options.verify_sharding)
+        return
+    saver.submit(
+        build,
+        target,
+        options=options,
+        communicator=comm,
+        check_coverage=options.verify_sharding,
+        on_settled=on_settled,
+    )
 
 
 def _tree(
     state: TrainingState | Callable[[], TrainingState], comm: Communicator
-) -> ShardedStateDict:
+) -> tuple[ShardedStateDict, frozenset[str]]:
+    """Return what is stored, and the keys of it that only an optimizer's step changes."""
     state = state if isinstance(state, TrainingState) else state()
     layouts = [model_layout(model, replicas=state.replicas) for model in state.models]
     tree: ShardedStateDict = {
@@ -158,7 +178,8 @@ def _tree(
         tree[_PER_RANK] = {
             str(comm.rank): ShardedObject(_PER_RANK, state.per_rank, (comm.size,), (comm.rank,))
         }
-    return tree
+    own = {i: one for i, one in enumerate(layouts) if state.model_values.get(i) is None}
+    return tree, steady_keys(own, state.optimizers, list(tree["optimizers"].values()))
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

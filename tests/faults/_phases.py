@@ -34,7 +34,7 @@ class Phase:
 
 
 PHASES = (
-    Phase(name="describe", call="save", target="dist_ckpt._saving:split_for_save",
+    Phase(name="describe", call="save", target="dist_ckpt._preparing:split_for_save",
           everywhere=True, error=ValueError("boom in describe")),
     Phase(name="plan", call="save", target="dist_ckpt._formats.torch_dist.format:assign_writers",
           everywhere=False, error=KeyError("boom in plan")),

@@ -152,12 +152,12 @@ def test_a_rank_that_dies_between_planning_and_writing(
 
 def _view(comm: Communicator) -> object:
     from dist_ckpt._formats.native import new_format
-    from dist_ckpt._saving import SaveRequest, _prepare
+    from dist_ckpt._preparing import SaveRequest, prepare
 
     request = SaveRequest(
         state_dict=state(comm.rank, comm.size, 2.0), format=new_format("torch_dist", 1)
     )
-    return _prepare(request, comm.rank).view
+    return prepare(request, comm.rank).view
 
 
 def test_ranks_in_different_calls_are_told(tmp_path: Path) -> None:

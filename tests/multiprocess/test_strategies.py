@@ -114,7 +114,14 @@ def save_later(rank: int, world_size: int, path: str, kind: str, fail: bool) -> 
 
     broken_disk = mock.patch("dist_ckpt._formats.torch_dist.format.write_shards", broken)
     broken_array = mock.patch("dist_ckpt._formats.zarr.format.write_cells", broken)
-    if fail and rank == 1:
+    if fail and rank == 1 and kind == "native":
+        # Written by another process: a file that is there already is in its way.
+        (attempt,) = Path(path).parent.glob("*.attempt")
+        for number in range(2):
+            (attempt / f"__1_{number}.distcp").write_text("in the way")
+        queue.schedule_async_request(request)
+        finished = finish(queue)
+    elif fail and rank == 1:
         with broken_disk, broken_array:
             queue.schedule_async_request(request)
             finished = finish(queue)
@@ -164,7 +171,8 @@ def test_a_failure_in_the_background_is_told_to_all(tmp_path: Path, kind: str) -
     for outcome in outcomes:
         assert not outcome.ok
         assert "rank 1" in outcome.message
-        assert "the disk of rank 1" in outcome.message
+        wanted = "__1_0.distcp: File exists" if kind == "native" else "the disk of rank 1"
+        assert wanted in outcome.message
     assert list(tmp_path.iterdir()) == []
 
 

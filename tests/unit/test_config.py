@@ -38,6 +38,14 @@ def test_defaults() -> None:
         "timeout_secs": 1800.0,
         "allow_pickle": False,
         "verify_sharding": True,
+        "async_save": False,
+        "overlap": False,
+        "worker": "process",
+        "max_in_flight": 1,
+        "staging_budget_mib": None,
+        "drain_timeout_secs": 600.0,
+        "events_file": None,
+        "log_metrics": True,
     }
 
 

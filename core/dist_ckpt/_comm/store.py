@@ -60,6 +60,36 @@ class StoreCommunicator:
         """Number of ranks."""
         return self._size
 
+    def beside(self, name: str, *, timeout_secs: float) -> StoreCommunicator:
+        """Return the same ranks in a sequence of exchanges of their own, for another thread."""
+        return StoreCommunicator(
+            self._store,
+            rank=self._rank,
+            size=self._size,
+            name=f"{self._name}/{name}",
+            timeout_secs=timeout_secs,
+        )
+
+    def tell(self, key: str, value: object) -> None:
+        """Leave something for ranks that ``hear`` it, now or later. Not collective."""
+        self._store.set(f"{self._name}/{key}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
+
+    def untell(self, key: str) -> None:
+        """Take away what was left, if it is there. Not collective."""
+        self._store.delete_key(f"{self._name}/{key}")
+
+    def hear(self, key: str) -> Any:
+        """Return what some rank has left, or will within the timeout. Not collective.
+
+        Raises:
+            BarrierTimeoutError: Nobody did.
+        """
+        if not self._wait(key, self._timeout_secs):
+            raise BarrierTimeoutError(
+                f"nobody told rank {self._rank} of {key!r} within {self._timeout_secs:g} s."
+            )
+        return self._get(key)
+
     def broadcast(self, phase: str, produce: Callable[[], R]) -> R:
         """Run ``produce`` on rank 0; collective."""
         return self.map_reduce(phase, lambda: None, lambda _: produce())

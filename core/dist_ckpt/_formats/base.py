@@ -6,7 +6,7 @@ save (``_saving``), committing (``_engine.commit``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -114,6 +114,10 @@ class SaveFormat(Protocol):
 
     def plan(self, views: Sequence[Sequence[ShardInfo]], directory: Path) -> SavePlan:
         """Share out the work, and make what must be there before any rank writes. Rank 0."""
+        ...
+
+    def sources(self, work: Any) -> Collection[int]:
+        """Return the numbers of the shards whose data ``write`` reads, given a rank's work."""
         ...
 
     def pass_on(self, job: WriteJob) -> None:

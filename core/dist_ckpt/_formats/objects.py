@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "COMMON_KEY",
     "EncodedCommon",
+    "Room",
     "decode_document",
     "encode_alone",
     "encode_common",
@@ -49,6 +50,27 @@ class EncodedCommon:
     shards: list[LocalShard]
 
 
+class Room:
+    """How long each object's document was made last, so that the next is made as long.
+
+    A document whose length differs from save to save (random states, floats) would make a new plan
+    each time. So it is filled up with spaces, which JSON does not mind, to a length with room.
+    """
+
+    def __init__(self) -> None:
+        """Know of no document yet."""
+        self._nbytes: dict[str, int] = {}
+
+    def filled(self, key: str, data: bytes) -> bytes:
+        """Return a document with spaces behind it, as long as the last one of that key if it fits.
+
+        A new length is an eighth more than needed, and at least 64 bytes.
+        """
+        if len(data) > self._nbytes.get(key, 0):
+            self._nbytes[key] = max(len(data) + len(data) // 8, len(data) + 64)
+        return data.ljust(self._nbytes[key])
+
+
 def part_key(key: str, number: int) -> str:
     """Return the key of tensor ``number`` inside the document of ``key``."""
     return f"{key}/part_{number}"
@@ -61,8 +83,13 @@ def encode_common(common: StateDict) -> EncodedCommon:
     return EncodedCommon(_document(encoded.document, len(encoded.tensors), indent=1), shards)
 
 
-def object_shards(objects: Sequence[ShardedObject]) -> list[LocalShard]:
-    """Return the main replicas of ``objects`` as shards to write."""
+def object_shards(objects: Sequence[ShardedObject], room: Room | None = None) -> list[LocalShard]:
+    """Return the main replicas of ``objects`` as shards to write.
+
+    Args:
+        objects: All that this rank has.
+        room: Makes documents as long as those of the save before.
+    """
     documents, parts = [], []
     for one in objects:
         if not is_main_replica(one.replica_id):
@@ -70,6 +97,8 @@ def object_shards(objects: Sequence[ShardedObject]) -> list[LocalShard]:
         key = one.unique_key
         encoded = _encode(one.data, one.key)
         data = _document(encoded.document, len(encoded.tensors))
+        if room is not None:
+            data = room.filled(key, data)
         documents.append(_whole(key, torch.frombuffer(bytearray(data), dtype=torch.uint8)))
         parts += _parts(key, encoded.tensors)
     return local_shards(documents, role="object") + local_shards(parts, role="part")

@@ -23,6 +23,17 @@ class DistCkptConfig(BaseModel):
         timeout_secs: How long ranks wait for each other before the missing ones are named.
         allow_pickle: Whether pickled values are loaded. They can run any code: trust the source.
         verify_sharding: Whether a save checks first that the shards cover every tensor once.
+        async_save: Whether training goes on while a checkpoint is written.
+        overlap: Whether parameters and optimizer state are copied under the next forward and
+            backward, too; the optimizer's step waits for the rest.
+        worker: Who writes in the background: a process of its own for each rank, or a thread.
+        max_in_flight: How many saves may be under way; the next waits.
+        staging_budget_mib: Most memory for a copy, in MiB, on each rank and for each save in
+            flight; what is larger is streamed through it. None for what there is.
+        drain_timeout_secs: How long to wait at the end for what is in flight.
+        events_file: Where to append what happens to saves, as JSON lines; ranks other than 0 put
+            their number into the name.
+        log_metrics: Whether the framework's loggers get stall, writing time and speed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -33,3 +44,11 @@ class DistCkptConfig(BaseModel):
     timeout_secs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1800.0
     allow_pickle: bool = False
     verify_sharding: bool = True
+    async_save: bool = False
+    overlap: bool = False
+    worker: Literal["process", "thread"] = "process"
+    max_in_flight: Annotated[int, Field(ge=1, le=16)] = 1
+    staging_budget_mib: Annotated[int, Field(ge=1)] | None = None
+    drain_timeout_secs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    events_file: str | None = None
+    log_metrics: bool = True

@@ -78,6 +78,14 @@ class StrategyFormat:
                     work[rank].add(index)
         return SavePlan(work=[frozenset(one) for one in work], num_results=0)
 
+    def sources(self, work: object) -> Collection[int]:
+        """Refuse: what a strategy reads is its own business.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"{self.strategy} saves in the caller's thread only, not {work!r} later.")
+
     def pass_on(self, job: WriteJob) -> None:
         """Do nothing."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt._formats.base import SavePlan, Written
 from dist_ckpt._formats.torch_dist.contents import index_documents
-from dist_ckpt._formats.torch_dist.write import write_shards
+from dist_ckpt._formats.torch_dist.write import plan_files, write_shards
 from dist_ckpt._planning.distribution import assign_writers
 from dist_ckpt.errors import StorageError
 from dist_ckpt.storage import LocalStore
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._formats.base import WriteJob, WriteResult
+    from dist_ckpt._formats.torch_dist.write import PlannedFile
     from dist_ckpt._planning.describe import ShardInfo
+    from dist_ckpt._planning.distribution import WriteItem
     from dist_ckpt._planning.index import StoredTensor
 
 __all__ = ["TorchDistFormat"]
@@ -46,12 +48,16 @@ class TorchDistFormat:
             raise StorageError(
                 f"separation_hint={separation_hint!r} cannot be a part of a file name."
             )
-        self._separation_hint = separation_hint
+        self.separation_hint = separation_hint
 
     def plan(self, views: Sequence[Sequence[ShardInfo]], directory: Path) -> SavePlan:  # noqa: ARG002 - nothing is made there
         """Share out the boxes. Rank 0."""
         plans = assign_writers(views)
         return SavePlan(work=plans, num_results=sum(map(len, plans)))
+
+    def sources(self, work: Sequence[WriteItem]) -> set[int]:
+        """Return which shards a rank writes of."""
+        return {item.shard for item in work}
 
     def pass_on(self, job: WriteJob) -> None:
         """Do nothing: each box is written by a rank that holds it."""
@@ -60,19 +66,37 @@ class TorchDistFormat:
         """Write this rank's data files. Every rank."""
         if not job.work:
             return Written(files={})
-        files = write_shards(
-            job.shards,
+        planned = self.files(
+            [shard.info for shard in job.shards],
             job.work,
-            LocalStore(job.directory),
             rank=job.rank,
             thread_count=job.thread_count,
-            separation_hint=self._separation_hint,
+        )
+        files = write_shards(
+            job.shards, planned, LocalStore(job.directory), thread_count=job.thread_count
         )
         with storage_errors("sync", job.directory):
             fsync_directory(job.directory)
         return Written(
             files={file.name: file.nbytes for file in files},
             results=[result for file in files for result in file.results],
+        )
+
+    def files(
+        self,
+        infos: Sequence[ShardInfo],
+        work: Sequence[WriteItem],
+        *,
+        rank: int,
+        thread_count: int,
+    ) -> list[PlannedFile]:
+        """Return this rank's data files before they are written. Every rank."""
+        return plan_files(
+            infos,
+            work,
+            rank=rank,
+            thread_count=thread_count,
+            separation_hint=self.separation_hint,
         )
 
     def documents(

@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from dist_ckpt._planning.distribution import WriteItem
     from dist_ckpt.storage import Store
 
-__all__ = ["WriteResult", "WrittenFile", "data_file_name", "write_shards"]
+__all__ = [
+    "PlacedShard",
+    "PlannedFile",
+    "WriteResult",
+    "WrittenFile",
+    "data_file_name",
+    "extents_of",
+    "plan_files",
+    "write_shards",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +51,50 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class PlacedShard:
+    """A box of one of this rank's shards, and its record's place in a file.
+
+    Attributes:
+        shard: Number of the shard.
+        info: Its description.
+        box: What is written of it, in global coordinates.
+        position: Where the record begins, in bytes.
+        frame: What stands around the payload.
+    """
+
+    shard: int
     info: ShardInfo
     box: Box
-    view: torch.Tensor
     position: int
     frame: RecordFrame
+
+    @property
+    def payload(self) -> int:
+        """Byte position of the first element in the file."""
+        return self.position + len(self.frame.head)
+
+    def view_in(self, shards: Sequence[LocalShard]) -> torch.Tensor:
+        """Return the box of this rank's data."""
+        view = shards[self.shard].view
+        assert view is not None  # noqa: S101 - the plan gives work to holders of data only
+        if self.box == self.info.box:
+            return view
+        inside = self.box.relative_to(self.info.box)
+        return view[inside.slices()] if inside.shape else view
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A data file before it is written; depends on descriptions alone, not on values."""
+
+    name: str
+    nbytes: int
+    placed: tuple[PlacedShard, ...]
+
+    @property
+    def results(self) -> tuple[WriteResult, ...]:
+        """What the file will hold."""
+        return tuple(_result(self.name, one) for one in self.placed)
 
 
 def data_file_name(rank: int, number: int, prefix: str = "") -> str:
@@ -55,50 +102,61 @@ def data_file_name(rank: int, number: int, prefix: str = "") -> str:
     return f"{prefix}__{rank}_{number}.distcp"
 
 
-def write_shards(
-    shards: Sequence[LocalShard],
+def plan_files(
+    infos: Sequence[ShardInfo],
     items: Sequence[WriteItem],
-    store: Store,
     *,
     rank: int,
     thread_count: int,
     separation_hint: str | None = None,
-) -> list[WrittenFile]:
-    """Write this rank's ``items`` and return what was written, file by file.
+) -> list[PlannedFile]:
+    """Return the files that this rank's ``items`` make, with the place of each.
 
     Tensors whose key begins with ``separation_hint`` get files of their own, named after it.
+    """
+    apart, rest = _separated(infos, items, separation_hint)
+    return [
+        _planned_file(data_file_name(rank, number, prefix), _place(infos, group))
+        for prefix, chosen in ((separation_hint or "", apart), ("", rest))
+        for number, group in enumerate(_spread(infos, chosen, thread_count))
+        if group
+    ]
+
+
+def write_shards(
+    shards: Sequence[LocalShard],
+    files: Sequence[PlannedFile],
+    store: Store,
+    *,
+    thread_count: int,
+) -> list[WrittenFile]:
+    """Write this rank's files and return what was written, file by file.
 
     Raises:
         StorageError: Naming the file and the key that was being written.
     """
-    apart, rest = _separated(shards, items, separation_hint)
-    jobs = [
-        _file_job(store, data_file_name(rank, number, prefix), _place(shards, group))
-        for prefix, chosen in ((separation_hint or "", apart), ("", rest))
-        for number, group in enumerate(_spread(shards, chosen, thread_count))
-        if group
-    ]
+    jobs = [_file_job(store, file, shards) for file in files]
     return run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-write")
 
 
 def _separated(
-    shards: Sequence[LocalShard], items: Sequence[WriteItem], hint: str | None
+    infos: Sequence[ShardInfo], items: Sequence[WriteItem], hint: str | None
 ) -> tuple[list[WriteItem], list[WriteItem]]:
     """Return the items below the hint, and the others."""
     if not hint:
         return [], list(items)
-    apart = [item for item in items if shards[item.shard].info.key.startswith(hint)]
-    return apart, [item for item in items if not shards[item.shard].info.key.startswith(hint)]
+    apart = [item for item in items if infos[item.shard].key.startswith(hint)]
+    return apart, [item for item in items if not infos[item.shard].key.startswith(hint)]
 
 
 def _spread(
-    shards: Sequence[LocalShard], items: Sequence[WriteItem], count: int
+    infos: Sequence[ShardInfo], items: Sequence[WriteItem], count: int
 ) -> list[list[WriteItem]]:
     """Deal the items to ``count`` files by bytes; order within a file is the plan's."""
     groups: list[list[WriteItem]] = [[] for _ in range(count)]
     load = [0] * count
     sized = [
-        (item.box.numel * dtype_from_name(shards[item.shard].info.dtype).itemsize, number)
+        (item.box.numel * dtype_from_name(infos[item.shard].dtype).itemsize, number)
         for number, item in enumerate(items)
     ]
     home: dict[int, int] = {}
@@ -111,50 +169,61 @@ def _spread(
     return groups
 
 
-def _place(shards: Sequence[LocalShard], items: Sequence[WriteItem]) -> list[_Placed]:
+def _place(infos: Sequence[ShardInfo], items: Sequence[WriteItem]) -> list[PlacedShard]:
     placed, position = [], 0
     for item in items:
-        shard = shards[item.shard]
-        assert shard.view is not None  # noqa: S101 - the plan gives work to holders of data only
-        inside = item.box.relative_to(shard.info.box)
-        view = shard.view[inside.slices()] if inside.shape else shard.view
-        itemsize = dtype_from_name(shard.info.dtype).itemsize
-        frame = frame_record(shard.info.dtype, item.box.shape, itemsize, start=position)
-        placed.append(_Placed(shard.info, item.box, view, position, frame))
+        info = infos[item.shard]
+        itemsize = dtype_from_name(info.dtype).itemsize
+        frame = frame_record(info.dtype, item.box.shape, itemsize, start=position)
+        placed.append(PlacedShard(item.shard, info, item.box, position, frame))
         position += frame.total
     return placed
 
 
-def _file_job(
-    store: Store, name: str, placed: list[_Placed]
-) -> Callable[[Callable[[], None]], WrittenFile]:
-    nbytes = placed[-1].position + placed[-1].frame.total
+def _planned_file(name: str, placed: list[PlacedShard]) -> PlannedFile:
+    return PlannedFile(name, placed[-1].position + placed[-1].frame.total, tuple(placed))
 
+
+def _file_job(
+    store: Store, file: PlannedFile, shards: Sequence[LocalShard]
+) -> Callable[[Callable[[], None]], WrittenFile]:
     def write(check: Callable[[], None]) -> WrittenFile:
         at: list[str] = []
         try:
-            store.write(name, _extents(placed, check, at), nbytes=nbytes)
+            store.write(file.name, extents_of(file, shards, check, at), nbytes=file.nbytes)
         except CheckpointingException as error:
             key = f" while writing {at[-1]!r}" if at else ""
-            raise StorageError(f"{name}{key}: {error}") from error
-        return WrittenFile(name, nbytes, tuple(_result(name, one) for one in placed))
+            raise StorageError(f"{file.name}{key}: {error}") from error
+        return WrittenFile(file.name, file.nbytes, file.results)
 
     return write
 
 
-def _extents(placed: list[_Placed], check: Callable[[], None], at: list[str]) -> Iterator[Extent]:
+def extents_of(
+    file: PlannedFile,
+    shards: Sequence[LocalShard],
+    check: Callable[[], None] = lambda: None,
+    at: list[str] | None = None,
+) -> Iterator[Extent]:
+    """Yield the bytes of a file, in order; an extent is void when the next one comes.
+
+    Args:
+        file: What to write.
+        shards: This rank's, with data.
+        check: Called between tensors; stops the job by raising.
+        at: Gets the key that is being read.
+    """
     scratch = Scratch()
-    for one in placed:
+    for one in file.placed:
         check()
-        at[:] = [one.info.key]
-        payload = one.position + len(one.frame.head)
+        if at is not None:
+            at[:] = [one.info.key]
         yield Extent(one.position, one.frame.head)
-        for offset, piece in pieces_for_write(one.view, scratch):
-            yield Extent(payload + offset, host_bytes(piece))
-        yield Extent(payload + one.frame.nbytes, one.frame.tail)
+        for offset, piece in pieces_for_write(one.view_in(shards), scratch):
+            yield Extent(one.payload + offset, host_bytes(piece))
+        yield Extent(one.payload + one.frame.nbytes, one.frame.tail)
 
 
-def _result(name: str, one: _Placed) -> WriteResult:
-    payload = one.position + len(one.frame.head)
-    chunk = StoredChunk(one.box, name, payload, one.frame.nbytes)
+def _result(name: str, one: PlacedShard) -> WriteResult:
+    chunk = StoredChunk(one.box, name, one.payload, one.frame.nbytes)
     return WriteResult(one.info, chunk, one.position, one.frame.total)

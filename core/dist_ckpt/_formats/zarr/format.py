@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._formats.base import WriteResult
+    from dist_ckpt._formats.zarr.plan import RankWork
     from dist_ckpt._planning.describe import ShardInfo
     from dist_ckpt._planning.index import StoredTensor
 
@@ -72,6 +73,11 @@ class ZarrFormat:
             passes_on=any(work.passed_on for work in plan.work),
             files=self._make(plan.arrays.values(), directory),
         )
+
+    def sources(self, work: RankWork) -> set[int]:
+        """Return which shards a rank writes of; what it passes on is read before."""
+        own = {item.shard for cell in work.shared for item in cell.own}
+        return own | {item.shard for _, item in work.whole}
 
     def pass_on(self, job: WriteJob) -> None:
         """Put down this rank's pieces of cells that other ranks write. Every rank."""

@@ -1,0 +1,352 @@
+"""The part of a background save that the training thread pays for: planning.
+
+Here: ``AsyncPlanner``, which plans a save with all ranks, and plans anew only what has changed. Not
+here: copying and handing over (``_handing_over``), what the worker does (``_background``), the
+order of saves (``background``). See docs/decisions/0017-background-saves.md.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dist_ckpt._background.agreement import CommitPoint
+from dist_ckpt._background.orders import Publication
+from dist_ckpt._engine.commit import Attempt
+from dist_ckpt._file_image import FileImage
+from dist_ckpt._formats.documents import COMMON_FILE
+from dist_ckpt._formats.objects import Room
+from dist_ckpt._formats.torch_dist.format import TorchDistFormat
+from dist_ckpt._preparing import Prepared, check_views, common_backend, prepare
+from dist_ckpt._publishing import check_target
+from dist_ckpt._saving import Assignment, Coordinator, PendingSave, pass_on, plan_work
+from dist_ckpt.core import CheckpointingConfig
+from dist_ckpt.errors import CoordinationError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dist_ckpt._background.hub import HubAddress
+    from dist_ckpt._formats.base import WriteResult
+    from dist_ckpt._preparing import SaveRequest
+    from dist_ckpt.options import SaveOptions
+    from dist_ckpt.types import Communicator
+    from dist_ckpt.validation import RankView
+
+__all__ = ["AsyncPlanner", "PlannedSave"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSave:
+    """What one rank has to write, and where all meet.
+
+    Attributes:
+        saver: Name of the saver, the same on all ranks.
+        number: Of the save, within the saver.
+        directory: The attempt directory.
+        prepared: This rank's shards.
+        point: Where the workers of all ranks meet; None for one rank.
+        image: What is written, for data files that are made of bytes alone.
+        publication: Rank 0's part of the commit of such files.
+        pending: The planned save, for other formats.
+        attempt: The attempt; rank 0 only.
+    """
+
+    saver: str
+    number: int
+    directory: Path
+    prepared: Prepared
+    point: CommitPoint | None
+    image: FileImage | None = None
+    publication: Publication | None = None
+    pending: PendingSave | None = None
+    attempt: Attempt | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the save, unique in the job."""
+        return self.name_of(self.number)
+
+    def name_of(self, number: int) -> str:
+        """Return the name of another save of the same saver."""
+        return f"{self.saver}/{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """What a rank tells: its description, or that it is the one of the plan it remembers."""
+
+    plan: int
+    view: RankView | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """What a rank is told: what to write, None for what it remembers; or to tell all again."""
+
+    plan: int
+    directory: Path | None = None
+    assignment: Assignment | None = None
+    address: HubAddress | None = None
+    saver: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The plan of the save before, as far as it concerns this rank.
+
+    ``views`` and ``documents`` are rank 0's.
+    """
+
+    plan: int
+    kind: tuple[object, ...]
+    view: RankView
+    image: FileImage
+    views: tuple[RankView, ...] = ()
+    documents: dict[str, bytes] | None = None
+
+
+class AsyncPlanner:
+    """Plans one save after the other; collective over all ranks, from the training thread.
+
+    The plan of the save before is taken again only if every rank says that its description is the
+    same, element by element: then one small exchange is all there is.
+    """
+
+    def __init__(self) -> None:
+        """Know of no plan."""
+        self.name = secrets.token_hex(8)
+        self._known: _Known | None = None
+        self._room = Room()
+
+    def plan(
+        self,
+        build: Callable[[], SaveRequest],
+        target: Path,
+        comm: Communicator,
+        options: SaveOptions,
+        *,
+        check_coverage: bool,
+        serve: Callable[[], HubAddress | None],
+        number: int,
+    ) -> PlannedSave:
+        """Plan a save and open its attempt.
+
+        Args:
+            build: Makes this rank's request, inside of the exchange.
+            target: Where the checkpoint shall be.
+            comm: The ranks.
+            options: Choices.
+            check_coverage: Whether main replicas must tile every tensor.
+            serve: Returns where workers meet; called on rank 0.
+            number: Of this save, the same on all ranks.
+
+        Raises:
+            CheckpointingException: On every rank, whatever failed on any; no attempt is left.
+        """
+        step = _Step(self, build, target, comm, options, check_coverage, serve, number)
+        try:
+            return step.run()
+        except BaseException:
+            # Also on Ctrl-C: an attempt that nobody finishes must not stay behind.
+            step.coordinator.abort()
+            raise
+
+    def remember(self, known: _Known | None) -> None:
+        """Take this as the plan of the save before."""
+        self._known = known
+
+    @property
+    def known(self) -> _Known | None:
+        """The plan of the save before."""
+        return self._known
+
+    @property
+    def room(self) -> Room:
+        """How long documents are made."""
+        return self._room
+
+
+@dataclass(slots=True)
+class _Step:
+    """One planning: what its exchanges share."""
+
+    planner: AsyncPlanner
+    build: Callable[[], SaveRequest]
+    target: Path
+    comm: Communicator
+    options: SaveOptions
+    check_coverage: bool
+    serve: Callable[[], HubAddress | None]
+    number: int
+    coordinator: Coordinator = field(default_factory=Coordinator)
+    views: tuple[RankView, ...] = ()
+    prepared: Prepared | None = None
+
+    def _prepared(self) -> Prepared:
+        if self.prepared is None:
+            self.prepared = prepare(self.build(), self.comm.rank, self.planner.room)
+        return self.prepared
+
+    def run(self) -> PlannedSave:
+        told = self._exchange(tell_all=False)
+        if told.directory is None:
+            told = self._exchange(tell_all=True)
+        if told.directory is None:
+            raise CoordinationError(f"planning the save to {self.target}: nobody told of a plan.")
+        prepared, known = self._prepared(), self.planner.known
+        point = self._point(told)
+        if not _is_plain(prepared.request):
+            return self._other(told, prepared, point)
+        if told.assignment is not None:
+            self.planner.remember(None)  # until all ranks have come through
+            known = self._known_anew(told, prepared)
+            self.planner.remember(known)
+        assert known is not None  # noqa: S101 - rank 0 has compared the numbers of the plans
+        return PlannedSave(
+            saver=told.saver,
+            number=self.number,
+            directory=told.directory,
+            prepared=prepared,
+            point=point,
+            image=known.image,
+            publication=self._publication(known, prepared),
+            attempt=self.coordinator.attempt,
+        )
+
+    def _exchange(self, *, tell_all: bool) -> _Departure:
+        return self.comm.map_scatter(
+            f"planning the save to {self.target}", lambda: self._arrive(tell_all=tell_all),
+            self._depart,
+        )  # fmt: skip
+
+    def _arrive(self, *, tell_all: bool) -> _Arrival:
+        prepared, known = self._prepared(), self.planner.known
+        if known is None:
+            return _Arrival(0, prepared.view)
+        is_same = known.kind == self._kind(prepared) and known.view == prepared.view
+        return _Arrival(known.plan, None if is_same and not tell_all else prepared.view)
+
+    def _depart(self, arrivals: Sequence[_Arrival]) -> list[_Departure]:
+        """Take the plan that is known, or make one. Rank 0."""
+        known = self.planner.known
+        number = known.plan if known is not None else 0
+        if any(one.plan != number and one.view is None for one in arrivals):
+            return [_Departure(0) for _ in arrivals]
+        if known is not None and all(one.view is None for one in arrivals):
+            directory = self._begin()
+            told = _Departure(number, directory, None, self.serve(), self.planner.name)
+            return [told for _ in arrivals]
+        remembered = known.views if known is not None else ()
+        views = tuple(
+            one.view if one.view is not None else remembered[rank]
+            for rank, one in enumerate(arrivals)
+        )
+        check_views(views, check_coverage=self.check_coverage)
+        directory = self._begin()
+        work = plan_work(views, directory, self._prepared().request.format, self.coordinator)
+        self.views = views
+        address = self.serve()
+        # No number comes twice, so that nobody takes another plan for the one he remembers.
+        number = secrets.randbits(62) + 1
+        return [_Departure(number, directory, one, address, self.planner.name) for one in work]
+
+    def _begin(self) -> Path:
+        check_target(self.target, self.options)
+        self.coordinator.attempt = Attempt.begin(self.target, self.options.staging_dir)
+        return self.coordinator.attempt.directory
+
+    def _kind(self, prepared: Prepared) -> tuple[object, ...]:
+        """Return what a plan depends on besides the descriptions."""
+        hint = getattr(prepared.request.format, "separation_hint", None)
+        threads = prepared.request.thread_count or self.options.thread_count
+        return (type(prepared.request.format), hint, threads, self.check_coverage, self.comm.size)
+
+    def _known_anew(self, told: _Departure, prepared: Prepared) -> _Known:
+        """Lay this rank's files out, and make the documents of all. Collective."""
+        fmt, assignment = prepared.request.format, told.assignment
+        assert isinstance(fmt, TorchDistFormat)  # noqa: S101 - `_is_plain` has looked
+        assert assignment is not None  # noqa: S101 - the plan is new
+        images: list[FileImage] = []
+
+        def lay_out() -> tuple[WriteResult, ...]:
+            files = fmt.files(
+                prepared.view.shards,
+                assignment.work,  # type: ignore[arg-type]  # of our own plan
+                rank=self.comm.rank,
+                thread_count=prepared.request.thread_count or self.options.thread_count,
+            )
+            images.append(FileImage.of(files))
+            return tuple(result for file in files for result in file.results)
+
+        documents: list[dict[str, bytes]] = []
+
+        def document(results: Sequence[tuple[WriteResult, ...]]) -> None:
+            plan = self.coordinator.plan
+            found = [result for one in results for result in one]
+            if plan is None or len(found) != plan.num_results:
+                raise CoordinationError(f"{len(found)} chunks are laid out, another number planned")
+            documents.append(fmt.documents(found, self.coordinator.empty, assignment.directory))
+
+        self.comm.map_reduce(f"laying out the save to {self.target}", lay_out, document)
+        return _Known(
+            plan=told.plan,
+            kind=self._kind(prepared),
+            view=prepared.view,
+            image=images[0],
+            views=self.views,
+            documents=documents[0] if documents else None,
+        )
+
+    def _publication(self, known: _Known, prepared: Prepared) -> Publication | None:
+        if self.coordinator.attempt is None or known.documents is None:
+            return None
+        documents = dict(known.documents)
+        if prepared.common is not None:
+            documents[COMMON_FILE] = prepared.common
+        fmt = prepared.request.format
+        return Publication(
+            attempt=self.coordinator.attempt,
+            documents=documents,
+            files={},
+            config=CheckpointingConfig(fmt.backend, fmt.version, *common_backend(prepared.request)),
+            world_size=self.comm.size,
+            include_dir=self.options.include_dir,
+        )
+
+    def _other(
+        self, told: _Departure, prepared: Prepared, point: CommitPoint | None
+    ) -> PlannedSave:
+        """Return a save in a format that has more to it than bytes in files. Collective."""
+        assert told.assignment is not None  # noqa: S101 - such plans are never remembered
+        pending = PendingSave(
+            f"writing {self.target}", self.comm, self.options, prepared, told.assignment,
+            self.coordinator, lambda _: None,
+        )  # fmt: skip
+        pass_on(pending)
+        return PlannedSave(
+            saver=told.saver,
+            number=self.number,
+            directory=told.assignment.directory,
+            prepared=prepared,
+            point=point,
+            pending=pending,
+            attempt=self.coordinator.attempt,
+        )
+
+    def _point(self, told: _Departure) -> CommitPoint | None:
+        if told.address is None:
+            return None
+        return CommitPoint(
+            address=told.address,
+            name=f"{told.saver}/{self.number}",
+            rank=self.comm.rank,
+            size=self.comm.size,
+            timeout_secs=self.options.timeout_secs,
+        )
+
+
+def _is_plain(request: SaveRequest) -> bool:
+    return isinstance(request.format, TorchDistFormat) and request.common is None

@@ -1,0 +1,229 @@
+"""What a worker is told to do: an order, and the staged bytes that it gets piece by piece.
+
+Here: the ports ``Order`` and ``Staged``, the order of a byte image (``FileOrder``), rank 0's part
+of a commit (``Publication``). Not here: how files are written (``writing``), who agrees on a commit
+(``agreement``). Orders are made in the training process, pickled, and carried out in the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dist_ckpt._background.writing import write_files
+from dist_ckpt._engine.commit import locate
+from dist_ckpt._formats.manifest import read_manifest
+from dist_ckpt._publishing import publish
+from dist_ckpt.errors import CheckpointingException, CoordinationError, StorageError
+
+if TYPE_CHECKING:
+    from dist_ckpt._engine.commit import Attempt
+    from dist_ckpt.core import CheckpointingConfig
+    from dist_ckpt.errors import RankFailure
+
+__all__ = ["AbandonedError", "FileOrder", "Order", "Publication", "Run", "Staged"]
+
+
+class AbandonedError(CoordinationError):
+    """The training process has given this save up while it was staged; ``failure`` says why."""
+
+    def __init__(self, message: str = "", *, failure: RankFailure | None = None) -> None:
+        """Remember the failure."""
+        super().__init__(message)
+        self.failure = failure
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that are staged and ready.
+
+    Attributes:
+        file: Number of the file in the order.
+        position: First byte in that file.
+        offset: First byte in the arena.
+        nbytes: How many.
+    """
+
+    file: int
+    position: int
+    offset: int
+    nbytes: int
+
+
+class Staged(Protocol):
+    """What an order sees of its memory, inside the worker."""
+
+    def memory(self) -> memoryview:
+        """Return the whole arena of this save; it must not be used after ``Order.write``."""
+        ...
+
+    def descriptor(self) -> int:
+        """Return the file behind the arena, for orders that map it themselves; it stays ours."""
+        ...
+
+    def runs(self) -> Iterator[Run]:
+        """Yield each run once it is staged, until all are.
+
+        Raises:
+            AbandonedError: The training process gave the save up, or is gone.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End ``runs`` now: nothing more will be written. From any thread."""
+        ...
+
+    def freed(self, run: Run) -> None:
+        """Tell the training process that these bytes may be overwritten. From any thread."""
+        ...
+
+    def progress(self, phase: str, nbytes: int) -> None:
+        """Note what is being done, and how many bytes are done in all. From any thread."""
+        ...
+
+
+class Order(Protocol):
+    """What to do with one rank's staged bytes. Picklable; unpickling imports what it needs.
+
+    Attributes:
+        target: What is saved, for messages.
+        commits: Whether all ranks commit what they have written; else the report is the outcome.
+    """
+
+    @property
+    def target(self) -> str:
+        """What is saved, for messages."""
+        ...
+
+    @property
+    def commits(self) -> bool:
+        """Whether all ranks commit what they have written; else the report is the outcome."""
+        ...
+
+    def write(self, staged: Staged) -> Any:
+        """Write this rank's bytes durably and return a picklable report. Every rank."""
+        ...
+
+    def publish(self, reports: Sequence[Any]) -> None:
+        """Make it a checkpoint; all ranks (by rank) have written. Rank 0."""
+        ...
+
+    def abort(self) -> None:
+        """Remove what was written; no rank writes any more. Rank 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Rank 0's part of a commit, all of it made while planning.
+
+    Attributes:
+        attempt: Where the ranks write.
+        documents: Small files by name.
+        files: Data files that were made while planning, with their sizes.
+        config: What the marker says.
+        world_size: Number of ranks that save.
+        include_dir: Its entries are moved into the checkpoint.
+    """
+
+    attempt: Attempt
+    documents: Mapping[str, bytes]
+    files: Mapping[str, int]
+    config: CheckpointingConfig
+    world_size: int
+    include_dir: Path | None = None
+
+    def publish(self, reports: Sequence[Mapping[str, int]]) -> None:
+        """Write documents and marker, and rename. ``reports``: files and sizes of each rank.
+
+        Raises:
+            CoordinationError: Two ranks wrote the same file, or a rank is not among them.
+            StorageError: It could not be written; nothing is committed.
+        """
+        if len(reports) != self.world_size:
+            raise CoordinationError(
+                f"{self.attempt.target}: {len(reports)} ranks have written, not {self.world_size}"
+            )
+        files = dict(self.files)
+        for rank, report in enumerate(reports):
+            if twice := sorted(files.keys() & report.keys()):
+                raise CoordinationError(
+                    f"{self.attempt.target}: {', '.join(twice[:5])} of rank {rank} was written "
+                    "before."
+                )
+            files |= report
+        publish(
+            self.attempt,
+            self.documents,
+            files,
+            self.config,
+            world_size=self.world_size,
+            include_dir=self.include_dir,
+        )
+
+    def is_published(self) -> bool:
+        """Whether this very save is at its target: for those who did not see how it ended."""
+        try:
+            manifest = read_manifest(locate(self.attempt.target))
+        except CheckpointingException:
+            return False
+        return manifest.checkpoint_id == self.attempt.checkpoint_id
+
+
+@dataclass(frozen=True, slots=True)
+class FileOrder:
+    """Write a byte image: every byte of every file comes from a run, exactly once.
+
+    Attributes:
+        directory: The attempt's directory, made by rank 0.
+        files: Name and size of each file of this rank.
+        rank: This rank.
+        publication: Rank 0's part of the commit; None elsewhere.
+        commits: Whether all ranks commit what they have written.
+        thread_count: Most files that are written at a time.
+        destination: What is saved, for messages; the directory if empty.
+    """
+
+    directory: Path
+    files: tuple[tuple[str, int], ...]
+    rank: int
+    publication: Publication | None = None
+    commits: bool = True
+    thread_count: int = 2
+    destination: str = ""
+
+    @property
+    def target(self) -> str:
+        """What is saved, for messages."""
+        if self.publication is not None:
+            return str(self.publication.attempt.target)
+        return self.destination or str(self.directory)
+
+    def write(self, staged: Staged) -> dict[str, int]:
+        """Write the files durably; return them with their sizes. Every rank.
+
+        Raises:
+            StorageError: The directory is not there, or a file could not be written.
+            CoordinationError: The runs do not make up the files.
+            AbandonedError: The save was given up while it was staged.
+        """
+        if self.files and not self.directory.is_dir():
+            raise StorageError(
+                f"{self.directory} was made by rank 0 but is not there for rank {self.rank}.",
+                hint="the checkpoint directory must be on a file system that all ranks share.",
+            )
+        write_files(self.directory, self.files, staged, thread_count=self.thread_count)
+        return dict(self.files)
+
+    def publish(self, reports: Sequence[Mapping[str, int]]) -> None:
+        """Make the attempt the checkpoint. Rank 0."""
+        if self.publication is None:
+            raise CoordinationError(f"{self.target}: rank {self.rank} has nothing to publish")
+        self.publication.publish(reports)
+
+    def abort(self) -> None:
+        """Remove the attempt. Rank 0."""
+        if self.publication is not None:
+            self.publication.attempt.abort()

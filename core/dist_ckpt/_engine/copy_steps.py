@@ -1,0 +1,259 @@
+"""How one tensor is copied into staging memory, and whether it can be.
+
+Here: the checks of a copy, each way to make one, what is watched meanwhile. Not here: which thread
+does it (``copying``). Used locally.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dist_ckpt._engine.arena import copy_bits
+from dist_ckpt._geometry import Box, split_box
+from dist_ckpt.errors import InvalidShardingError, StorageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = [
+    "BLOCK_NBYTES",
+    "Copy",
+    "Watched",
+    "check_copy",
+    "copy_batch",
+    "copy_blocking",
+    "copy_on_stream",
+    "copy_piece",
+    "copy_small",
+    "is_ordinary",
+    "is_plain",
+    "move",
+    "pieces",
+]
+
+BLOCK_NBYTES = 8 << 20
+"""One piece of work of a thread."""
+
+_DEVICE_PIECE_NBYTES = 64 << 20
+"""Most memory of a device that is taken to put a strided tensor in order."""
+
+_PROBE_NBYTES = 256
+"""Compared at both ends of each block of a source, once all is copied."""
+
+_NO_DATA_BELOW = 1 << 40
+"""Memory that was given up has an address near zero; below this one it is looked at closely."""
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+_ORDINARY_DTYPES = frozenset({
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+})  # fmt: skip
+"""Those that torch copies as they are, on every machine."""
+
+move = ctypes.memmove
+"""Copies memory while other threads run Python: ``move(target, source, nbytes)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One tensor to copy.
+
+    Attributes:
+        source: On any device, of any strides; conjugated, expanded, empty or a scalar too.
+        target: Of the same shape and dtype, contiguous, in host memory.
+        name: For messages.
+    """
+
+    source: torch.Tensor
+    target: torch.Tensor
+    name: str
+
+
+class Watched:
+    """A source as it was when its copy was asked for. Keeps its memory, and the target's."""
+
+    __slots__ = ("_probes", "_source", "_storage", "_target", "_version", "name")
+
+    def __init__(self, copy: Copy) -> None:
+        """Note the version, and the memory itself: ``source.data`` may be set to another."""
+        self.name = copy.name
+        self._source, self._target = copy.source, copy.target
+        self._storage = copy.source.untyped_storage()
+        self._version = _version(copy.source)
+        self._probes: list[tuple[int, int, int]] = []
+
+    def probe(self, target: int, source: int, nbytes: int) -> None:
+        """Compare some bytes of a block later: not everything that changes a tensor counts it."""
+        size = min(_PROBE_NBYTES, nbytes)
+        for position in (0, nbytes - size):
+            self._probes.append((target + position, source + position, size))
+
+    def has_changed(self) -> bool:
+        """Whether the source is known to have changed since."""
+        if _version(self._source) != self._version:
+            return True
+        return any(
+            ctypes.string_at(target, size) != ctypes.string_at(source, size)
+            for target, source, size in self._probes
+        )
+
+
+def check_copy(copy: Copy) -> None:
+    """Check that a copy can be made.
+
+    Raises:
+        InvalidShardingError: The source has no data of its own, or the target does not fit it.
+    """
+    source, target = copy.source, copy.target
+    if not _has_elements(source):
+        raise InvalidShardingError(
+            f"{copy.name!r} has no data that can be copied: a {type(source).__name__} on "
+            f"{source.device}, {source.layout}.",
+            hint="give what the rank itself holds: a dense tensor on a device.",
+        )
+    if source.dtype is not target.dtype or source.shape != target.shape:
+        raise InvalidShardingError(
+            f"{copy.name!r} does not fit its place: expected {tuple(target.shape)} of "
+            f"{target.dtype}, found {tuple(source.shape)} of {source.dtype}."
+        )
+    if not target.is_contiguous() or not target.is_cpu:
+        raise InvalidShardingError(f"the place of {copy.name!r} is no contiguous host memory.")
+    if source.is_cpu and 0 <= source.data_ptr() < _NO_DATA_BELOW:
+        _check_memory(copy)
+
+
+def is_ordinary(copy: Copy) -> bool:
+    """Whether torch itself copies this exactly, from host memory; what it refuses, it may."""
+    source, target = copy.source, copy.target
+    dtype = source.dtype
+    try:
+        return (
+            type(source) in _PLAIN_TYPES
+            and source.is_cpu
+            and dtype in _ORDINARY_DTYPES
+            and dtype is target.dtype
+            and source.shape == target.shape
+            and source.data_ptr() >= _NO_DATA_BELOW
+        )
+    except RuntimeError:  # sparse, nested: they have no such thing
+        return False
+
+
+def copy_small(copy: Copy) -> None:
+    """Make an ordinary copy with no more ado. Not for large ones, and without gradients on."""
+    try:
+        copy.target.copy_(copy.source)
+    except RuntimeError:
+        check_copy(copy)
+        raise
+
+
+def copy_batch(copies: Sequence[Copy]) -> None:
+    """Make ordinary copies in one call, during which other threads run Python."""
+    with torch.no_grad():
+        torch._foreach_copy_([one.target for one in copies], [one.source for one in copies])
+
+
+def is_plain(source: torch.Tensor) -> bool:
+    """Whether a checked host tensor's elements are one run of memory, bit for bit."""
+    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
+
+
+def pieces(copy: Copy, nbytes: int = BLOCK_NBYTES) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield ``(target, source)`` of parts that together are the copy."""
+    source, target = _without_class(copy.source), copy.target
+    # A transposed matrix has a way of its own in torch, many times faster and only as a whole.
+    if target.nbytes <= nbytes or (source.dim() == 2 and source.stride(0) == 1):  # noqa: PLR2004
+        yield target, source
+        return
+    whole = Box((0,) * target.dim(), tuple(target.shape))
+    for box in split_box(whole, target.element_size(), nbytes):
+        yield target[box.slices()], source[box.slices()]
+
+
+def copy_piece(target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+    """Copy one part by torch, on the current stream of its device.
+
+    Raises:
+        StorageError: The device has no memory left to put it in order.
+        InvalidShardingError: It cannot be copied.
+    """
+    try:
+        copy_bits(target, source, non_blocking=True)
+    except torch.OutOfMemoryError as error:
+        raise StorageError(f"{name!r} cannot be copied from {source.device}: {error}") from error
+    except (RuntimeError, NotImplementedError) as error:
+        raise InvalidShardingError(f"{name!r} cannot be copied: {error}") from error
+
+
+def copy_blocking(copies: Sequence[Copy]) -> None:
+    """Copy from a device without streams of its own."""
+    for copy in copies:
+        for target, source in pieces(copy, _DEVICE_PIECE_NBYTES):
+            copy_piece(target, source, copy.name)
+    torch.accelerator.synchronize(copies[0].source.device)
+
+
+def copy_on_stream(
+    stream: torch.cuda.Stream, ready: torch.cuda.Event, copies: Sequence[Copy]
+) -> None:
+    """Copy from a GPU on a stream of our own, once ``ready`` has come; return when all is there."""
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    try:
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            for copy in copies:
+                # Whoever frees the source meanwhile gives its memory to nobody before the copy.
+                copy.source.record_stream(stream)
+                whole = copy.source.nbytes if is_plain(copy.source) else _DEVICE_PIECE_NBYTES
+                for target, source in pieces(copy, whole):
+                    copy_piece(target, source, copy.name)
+    finally:
+        # Also when one failed: the targets are written until then.
+        done.record(stream)
+        done.synchronize()
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    # A tensor made in inference mode has none.
+    return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name
+
+
+def _has_elements(source: torch.Tensor) -> bool:
+    kind = type(source)
+    # A class that takes over torch's operations may have no memory of its own.
+    is_own = kind in _PLAIN_TYPES or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return (
+        is_own
+        and source.layout is torch.strided
+        and not source.is_meta
+        and not source.is_nested
+        and not source.is_quantized
+    )
+
+
+def _check_memory(copy: Copy) -> None:
+    source = copy.source
+    if not source.numel():
+        return
+    span = 1 + sum((n - 1) * s for n, s in zip(source.shape, source.stride(), strict=True))
+    needed = (source.storage_offset() + span) * source.element_size()
+    there = source.untyped_storage().nbytes()
+    if needed > there:
+        raise InvalidShardingError(
+            f"{copy.name!r} has no data: its storage was resized to {there} bytes, {needed} are "
+            "needed.",
+            hint="sharded parameters must be described by what the rank holds, not as gathered.",
+        )
+
+
+def _without_class(source: torch.Tensor) -> torch.Tensor:
+    if type(source) is torch.Tensor:
+        return source.detach()
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - torch's own way, without a name
+        return source.detach().as_subclass(torch.Tensor)

@@ -1,0 +1,258 @@
+"""From a planned save to one that a worker writes: its bytes are copied, its order is given.
+
+Here: filling the staging memory, at once, under the next forward and backward, or slot by slot. Not
+here: planning (``_async_saving``), the memory and the copying (``_engine``), the worker
+(``_background``). Local, on every rank; runs in the training thread.
+
+What fails here is told to all ranks through the worker: they have planned the save already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dist_ckpt._background.orders import FileOrder, Run
+from dist_ckpt._engine.arena import Arena
+from dist_ckpt._engine.copying import Copy
+from dist_ckpt._file_image import FileImage
+from dist_ckpt._format_order import FormatOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dist_ckpt._async_saving import PlannedSave
+    from dist_ckpt._background.orders import Order
+    from dist_ckpt._background.worker import Worker, WorkerSave
+    from dist_ckpt._engine.copying import Copier, CopyTask
+    from dist_ckpt._engine.pool import Lease, StagingPool
+
+__all__ = ["HandedOver", "Means", "hand_over"]
+
+_SLOTS = 8
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a rank stages with."""
+
+    pool: StagingPool
+    copier: Copier
+    worker: Worker
+    overlap: bool
+    timeout_secs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """A save that the worker has.
+
+    Attributes:
+        save: As this process sees it.
+        lease: The staging memory, to be released when the worker has written.
+        task: Copies that go on; None if all is copied.
+        nbytes: This rank's bytes.
+        interrupt: Ctrl-C or the like while it was staged; all ranks are told.
+    """
+
+    save: WorkerSave
+    lease: Lease
+    task: CopyTask | None
+    nbytes: int
+    interrupt: BaseException | None = None
+
+
+def hand_over(planned: PlannedSave, number: int, means: Means) -> HandedOver:
+    """Give the worker its order and stage the bytes. Never raises for a failure to stage.
+
+    Raises:
+        WorkerDiedError: The worker cannot be started, or died just now.
+        BarrierTimeoutError: No memory became free in time.
+    """
+    nbytes = _nbytes(planned)
+    lease = means.pool.acquire(max(nbytes, _PAGE), timeout_secs=means.timeout_secs)
+    try:
+        for key in lease.retired:
+            means.worker.forget_arena(key)
+        if planned.image is None:
+            return _format_save(planned, number, means, lease, nbytes)
+        save = _begin(_file_order(planned), planned, number, means, lease)
+    except BaseException:
+        lease.release()
+        raise
+    task, interrupt = None, None
+    try:
+        task = _stage(planned, planned.image, save, means, lease)
+    except Exception as error:  # noqa: BLE001 - all ranks are told of it
+        save.abandon(error)
+    except BaseException as error:  # noqa: BLE001 - raised by the caller when all is put away
+        interrupt = error
+        save.abandon(error)
+    return HandedOver(save=save, lease=lease, task=task, nbytes=nbytes, interrupt=interrupt)
+
+
+def _nbytes(planned: PlannedSave) -> int:
+    if planned.image is not None:
+        return planned.image.nbytes
+    return Arena.nbytes_for(_source_views(planned))
+
+
+def _begin(
+    order: Order, planned: PlannedSave, number: int, means: Means, lease: Lease
+) -> WorkerSave:
+    return means.worker.begin(
+        number,
+        order,
+        descriptor=lease.arena.descriptor,
+        arena_key=lease.key,
+        nbytes=lease.nbytes,
+        point=planned.point,
+    )
+
+
+def _file_order(planned: PlannedSave) -> FileOrder:
+    assert planned.image is not None  # noqa: S101 - the caller has looked
+    return FileOrder(
+        directory=planned.directory,
+        files=planned.image.names,
+        rank=planned.point.rank if planned.point is not None else 0,
+        publication=planned.publication,
+    )
+
+
+def _stage(
+    planned: PlannedSave, image: FileImage, save: WorkerSave, means: Means, lease: Lease
+) -> CopyTask | None:
+    shards = planned.prepared.shards
+    if lease.nbytes < image.nbytes:
+        lease.layout = None
+        _stream(image, planned, save, means, lease)
+        return None
+    copies = image.copies(_laid_out(image, lease), shards)
+    steady = planned.prepared.request.steady if means.overlap else frozenset[str]()
+    means.copier.run([copy for copy in copies if copy.name not in steady])
+    later = [copy for copy in copies if copy.name in steady]
+    if not later:
+        _all_staged(image.runs(), save)
+        return None
+    task = means.copier.start(later)
+    task.add_done_callback(_teller(image.runs(), save))
+    return task
+
+
+def _laid_out(image: FileImage, lease: Lease) -> list[torch.Tensor]:
+    """Return where the payloads go; puts down what is around them if it is not there yet."""
+    found: Any = lease.layout
+    if found is None or found[0] is not image:
+        lease.layout = None  # half a layout is none
+        image.put_frames(lease.arena)
+        lease.layout = found = (image, image.targets(lease.arena))
+    targets: list[torch.Tensor] = found[1]
+    return targets
+
+
+def _all_staged(runs: Sequence[Run], save: WorkerSave) -> None:
+    for run in runs:
+        save.staged(run)
+    save.all_staged()
+
+
+def _teller(runs: Sequence[Run], save: WorkerSave) -> Callable[[BaseException | None], None]:
+    def tell(error: BaseException | None) -> None:
+        if error is not None:
+            save.abandon(error)
+        else:
+            _all_staged(runs, save)
+
+    return tell
+
+
+def _stream(
+    image: FileImage, planned: PlannedSave, save: WorkerSave, means: Means, lease: Lease
+) -> None:
+    """Stage through slots that the worker gives back."""
+    slot_nbytes = max(lease.nbytes // _SLOTS // _PAGE * _PAGE, min(lease.nbytes, _PAGE))
+    free = deque(range(0, lease.nbytes - slot_nbytes + 1, slot_nbytes))
+    out: deque[Run] = deque()
+
+    def take() -> int:
+        if free:
+            return free.popleft()
+        oldest = out.popleft()
+        save.wait_freed(oldest, means.timeout_secs)
+        return oldest.offset
+
+    for run in image.stream(lease.arena, planned.prepared.shards, take, slot_nbytes):
+        out.append(run)
+        save.staged(run)
+    save.all_staged()
+
+
+# -- formats that write by themselves --------------------------------------------------------------
+
+
+def _source_views(planned: PlannedSave) -> list[torch.Tensor]:
+    pending = planned.pending
+    assert pending is not None  # noqa: S101 - there is no image
+    sources = pending.format.sources(pending.assignment.work)
+    views = (planned.prepared.shards[number].view for number in sorted(sources))
+    return [view for view in views if view is not None]
+
+
+def _format_save(
+    planned: PlannedSave, number: int, means: Means, lease: Lease, nbytes: int
+) -> HandedOver:
+    """Stage tensors for a format that writes by itself.
+
+    A state that does not fit is written now, by this thread; only the commit is the worker's then.
+    """
+    pending = planned.pending
+    assert pending is not None  # noqa: S101 - there is no image
+    lease.layout = None
+    failure: BaseException | None = None
+    order: Order
+    try:
+        order = (
+            _written_now(pending) if lease.nbytes < nbytes else _staged_order(pending, means, lease)
+        )
+    except Exception as error:  # noqa: BLE001 - all ranks are told of it
+        failure = error
+        order = FormatOrder(_without_data(pending), None)
+    save = _begin(order, planned, number, means, lease)
+    if failure is not None:
+        save.abandon(failure)
+    else:
+        save.all_staged()
+    return HandedOver(save=save, lease=lease, task=None, nbytes=nbytes)
+
+
+def _written_now(pending: Any) -> FormatOrder:
+    pending.write()
+    if isinstance(pending.written, BaseException):
+        raise pending.written
+    return FormatOrder(_without_data(pending), None, pending.written)
+
+
+def _staged_order(pending: Any, means: Means, lease: Lease) -> FormatOrder:
+    sources = pending.format.sources(pending.assignment.work)
+    copies, shards, position = [], [], 0
+    for index, shard in enumerate(pending.prepared.shards):
+        if index not in sources or shard.view is None:
+            shards.append(replace(shard, view=None))
+            continue
+        target = lease.arena.view(position, tuple(shard.view.shape), shard.view.dtype)
+        position += Arena.nbytes_for([shard.view])
+        copies.append(Copy(shard.view, target, shard.info.key))
+        shards.append(replace(shard, view=target))
+    means.copier.run(copies)
+    pending.prepared = replace(pending.prepared, shards=shards)
+    return FormatOrder(pending, lease.arena)
+
+
+def _without_data(pending: Any) -> Any:
+    shards = [replace(shard, view=None) for shard in pending.prepared.shards]
+    return replace(pending, prepared=replace(pending.prepared, shards=shards))

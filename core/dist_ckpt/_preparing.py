@@ -1,0 +1,147 @@
+"""What a rank brings to a save, taken apart and described, before anything is planned.
+
+Here: ``SaveRequest``, what is made of it on its rank, and the checks over all ranks' descriptions.
+Not here: the steps of a save (``_saving``). ``prepare`` is local; ``check_views`` runs on rank 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dist_ckpt._formats.objects import Room, encode_common, object_shards
+from dist_ckpt._planning.describe import LocalShard, local_shards
+from dist_ckpt._state import SaveParts, split_for_save
+from dist_ckpt.validation import (
+    RankView,
+    check_formats,
+    check_objects,
+    check_sharding,
+    check_storable,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from dist_ckpt._formats.base import SaveFormat
+    from dist_ckpt.types import ShardedStateDict, StateDict
+
+__all__ = [
+    "CommonWriter",
+    "Prepared",
+    "SaveRequest",
+    "check_views",
+    "common_backend",
+    "prepare",
+    "with_values_copied",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CommonWriter:
+    """Another way to store the common part than ours: called on rank 0 with part and directory."""
+
+    backend: str
+    version: int
+    write: Callable[[StateDict, Path], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What one rank brings to a save; made inside of an exchange, so that all hear if it fails.
+
+    ``thread_count`` stands before that of the options: a strategy has one of its own.
+    ``steady`` are keys of tensors that nothing but an optimizer's step changes.
+    """
+
+    state_dict: ShardedStateDict
+    format: SaveFormat
+    common: CommonWriter | None = None
+    thread_count: int | None = None
+    steady: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """This rank's shards, in the order in which they were described to rank 0."""
+
+    request: SaveRequest
+    parts: SaveParts
+    shards: list[LocalShard]
+    view: RankView
+    common: bytes | None
+
+
+def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepared:
+    """Take the state dict apart and describe it. Every rank.
+
+    Args:
+        request: What to save.
+        rank: This rank.
+        room: How long objects' documents are made, see ``object_shards``.
+    """
+    parts = split_for_save(request.state_dict)
+    shards = local_shards(parts.tensors)
+    common = None
+    if request.format.stores_common:
+        shards += object_shards(parts.objects, room)
+        if rank == 0 and request.common is None:
+            encoded = encode_common(parts.common)
+            common, shards = encoded.data, shards + encoded.shards
+    view = RankView(
+        tuple(shard.info for shard in shards),
+        tuple(one.without_data() for one in parts.objects),
+        (
+            (request.format.backend, request.format.version),
+            common_backend(request),
+        ),
+    )
+    return Prepared(request, parts, shards, view, common)
+
+
+def common_backend(request: SaveRequest) -> tuple[str, int]:
+    """Return format and version of the common part."""
+    common = request.common
+    return (common.backend, common.version) if common else request.format.common_backend
+
+
+def check_views(views: Sequence[RankView], *, check_coverage: bool) -> None:
+    """Raise if what the ranks bring does not make one checkpoint. Rank 0.
+
+    Raises:
+        InvalidShardingError: Shards overlap, leave gaps or disagree, or cannot be stored.
+        CoordinationError: Ranks would save in different formats.
+    """
+    check_formats(views)
+    shards = [view.shards for view in views]
+    if check_coverage:
+        # First: a double object is a double tensor too, which would tell the user less.
+        check_objects([view.objects for view in views])
+    check_sharding(shards, coverage=check_coverage)
+    check_storable(shards)
+
+
+def with_values_copied(prepared: Prepared) -> Prepared:
+    """Return it with copies of the common part and the objects, to be written later."""
+    parts = prepared.parts
+    objects = tuple(replace(one, data=_value_copied(one.data)) for one in parts.objects)
+    return replace(
+        prepared, parts=replace(parts, common=_value_copied(parts.common), objects=objects)
+    )
+
+
+def _value_copied(value: Any) -> Any:
+    # By itself deepcopy refuses tensors that some function of autograd has made.
+    return copy.deepcopy(value, {id(t): t.detach().clone() for t in _tensors_in(value)})
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(one)

@@ -1,0 +1,472 @@
+"""Saves that go on while training continues.
+
+Here: ``BackgroundSaver``, from the call to the hand-over, and what waits for a save. Not here:
+planning (``_async_saving``), copying (``_handing_over``), how saves end (``_settling``), the worker
+(``_background``). Called on every rank alike, from the thread that trains.
+See docs/decisions/0017-background-saves.md.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dist_ckpt._async_saving import AsyncPlanner
+from dist_ckpt._background.worker import Worker
+from dist_ckpt._comm import default_communicator
+from dist_ckpt._comm.hosts import hosts_of_this_rank
+from dist_ckpt._engine.copying import Copier
+from dist_ckpt._engine.pool import StagingPool
+from dist_ckpt._handing_over import Means, hand_over
+from dist_ckpt._settling import InFlight, Settler, beside
+from dist_ckpt.errors import (
+    AsyncSaveError,
+    BarrierTimeoutError,
+    CheckpointingException,
+    ConfigError,
+)
+from dist_ckpt.events import (
+    Event,
+    EventSink,
+    JsonLinesSink,
+    LoggingSink,
+    Pruned,
+    SaveStarted,
+    Staged,
+    Written,
+    emit_to,
+)
+from dist_ckpt.options import path_to_tell
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from dist_ckpt._background.hub import HubAddress
+    from dist_ckpt._preparing import SaveRequest
+    from dist_ckpt.config import DistCkptConfig
+    from dist_ckpt.options import SaveOptions
+    from dist_ckpt.types import Communicator, PathLike
+
+__all__ = ["BackgroundOptions", "BackgroundSaver", "saver_of"]
+
+logger = logging.getLogger(__name__)
+
+_GENERATIONS = 2
+_CLOSE_SECS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundOptions:
+    """How to save in the background.
+
+    Attributes:
+        worker: Who writes: a process of its own for each rank, or a thread of this one, for where
+            processes are unwelcome.
+        overlap: Copy parameters and optimizer state while training goes on, until the optimizer's
+            next step, which waits for the rest. All else is copied before the save returns. Do not
+            change a parameter in another way meanwhile: what is noticed fails the save, writing
+            through ``.data`` is not noticed.
+        max_in_flight: How many saves may be under way; the next waits.
+        staging_budget: Most bytes of host memory to stage in, for each save in flight; None for
+            what there is. A larger state is streamed through it.
+        copy_threads: Threads that copy.
+        drain_timeout_secs: How long to wait at the end for what is in flight.
+    """
+
+    worker: Literal["process", "thread"] = "process"
+    overlap: bool = False
+    max_in_flight: int = 1
+    staging_budget: int | None = None
+    copy_threads: int = 2
+    drain_timeout_secs: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no save can work with.
+
+        Raises:
+            ConfigError: A value is wrong.
+        """
+        if self.worker not in ("process", "thread"):
+            raise ConfigError(f"worker must be 'process' or 'thread', not {self.worker!r}.")
+        numbers = {
+            "max_in_flight": self.max_in_flight,
+            "copy_threads": self.copy_threads,
+            "drain_timeout_secs": self.drain_timeout_secs,
+            "staging_budget": 1 if self.staging_budget is None else self.staging_budget,
+        }
+        wrong = [f"{name} must be positive, not {n!r}" for name, n in numbers.items() if not n > 0]
+        if wrong:
+            raise ConfigError(f"{'; '.join(wrong)}.")
+
+
+class BackgroundSaver:
+    """Writes checkpoints in the background, in the order in which they are asked for.
+
+    One for each rank, made and used alike on all of them, by the thread that trains. A save is
+    visible when the files of all ranks are durable, whatever this thread does meanwhile. One that
+    fails is raised once, on every rank: by the next ``poll``, at the same one everywhere; or by the
+    next save, ``wait``, ``drain`` or ``close``.
+
+    Pass it to ``dist_ckpt.training_state.save_training_state``.
+
+    Args:
+        options: How to save.
+        sinks: Take the events of every save.
+        timeout_secs: How long to wait for free memory, and for the worker to start.
+    """
+
+    def __init__(
+        self,
+        options: BackgroundOptions | None = None,
+        *,
+        sinks: Iterable[EventSink] = (),
+        timeout_secs: float = 1800.0,
+    ) -> None:
+        """Start nothing yet."""
+        self.options = options or BackgroundOptions()
+        self._sinks, self._timeout_secs = tuple(sinks), timeout_secs
+        self._settler = Settler(self._emit)
+        self._planner = AsyncPlanner()
+        self._pool: StagingPool | None = None
+        self._copier: Copier | None = None
+        self._worker: Worker | None = None
+        self._guard: Any = None
+        self._number = 0
+        self._rank = 0
+        self._closed = False
+        self._pid = os.getpid()
+        self._unregister = _at_exit(self)
+
+    def __enter__(self) -> Self:
+        """Return the saver."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def start(self) -> None:
+        """Start the worker before it is needed; local, waits for nothing.
+
+        Raises:
+            ConfigError: The saver is closed.
+        """
+        self._check_open()
+        self._worker_of(self._rank_of_job()).start()
+
+    @property
+    def in_flight(self) -> tuple[Path, ...]:
+        """Where the saves go that have not ended, oldest first."""
+        return self._settler.in_flight
+
+    def poll(self) -> None:
+        """Raise the failure of a save that has ended, once. Cheap: call it each batch.
+
+        Raises:
+            AsyncSaveError: A save failed; on every rank at the same call, counted from the first.
+        """
+        self._settler.poll()
+
+    def after_commit(self, action: Callable[[], None], *, what: str) -> None:
+        """Run ``action`` once the newest save in flight is committed; now if there is none.
+
+        On a thread of the saver, in the order of the calls. If that save fails, ``action`` is not
+        run. What it raises then is logged.
+
+        Args:
+            action: Takes no arguments.
+            what: What it does, for the log.
+        """
+        self._settler.after(action, what)
+
+    def wait(self, path: PathLike | None = None, *, timeout_secs: float | None = None) -> None:
+        """Wait until a path is not in flight any more, or nothing is.
+
+        Args:
+            path: A target, also through links; None for all saves.
+            timeout_secs: The drain time-out of the options if None.
+
+        Raises:
+            AsyncSaveError: A save failed and nobody was told.
+            BarrierTimeoutError: It takes longer.
+        """
+        limit = self.options.drain_timeout_secs if timeout_secs is None else timeout_secs
+        if path is None:
+            self._settler.wait_for(lambda: self._settler.has_room(1), limit, "waiting for saves")
+            self._settler.raise_failures()
+            return
+        number = self._settler.newest_to(path_to_tell(path))
+        self._settler.wait_for(lambda: self._settler.is_past(number), limit, f"waiting for {path}")
+        self._settler.raise_failures(upto=number)
+
+    def drain(self, *, timeout_secs: float | None = None) -> None:
+        """Wait until nothing is in flight and all queued actions have run.
+
+        Raises:
+            AsyncSaveError: A save failed and nobody was told.
+            BarrierTimeoutError: It takes longer.
+        """
+        limit = self.options.drain_timeout_secs if timeout_secs is None else timeout_secs
+        self._settler.wait_for(self._settler.is_idle, limit, "waiting for saves")
+        self._settler.raise_failures()
+
+    def pruned(self, path: PathLike, reason: str) -> None:
+        """Tell the sinks that a checkpoint was removed. From any thread."""
+        self._emit(
+            Pruned(
+                path=os.fspath(path), rank=self._rank, save=self._number, is_async=True,
+                reason=reason,
+            )
+        )  # fmt: skip
+
+    def finish_staging(self) -> None:
+        """Return when all copies are done, so that parameters may change. Local.
+
+        What failed in a copy fails the save.
+
+        Raises:
+            BarrierTimeoutError: The copies take too long.
+        """
+        for handed in self._settler.handed:
+            if handed.task is None:
+                continue
+            try:
+                handed.task.wait(self._timeout_secs)
+            except BarrierTimeoutError:
+                raise  # going on would change what is being copied
+            except CheckpointingException:
+                continue  # told by `poll`
+
+    def close(self) -> None:
+        """Drain, then end worker, threads and memory; again does nothing.
+
+        Raises:
+            AsyncSaveError: A save failed and nobody was told; all is closed then, too.
+            BarrierTimeoutError: What is in flight takes longer; it is given up.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.drain()
+        finally:
+            self._unregister()
+            self._release()
+
+    def _release(self) -> None:
+        if self._guard is not None:
+            self._guard.remove()
+        self._settler.close(_CLOSE_SECS)
+        if self._worker is not None:
+            self._worker.close(_CLOSE_SECS)
+        if self._copier is not None:
+            self._copier.close()
+        if self._pool is not None:
+            self._pool.close()
+
+    # -- a save
+
+    def submit(
+        self,
+        build: Callable[[], SaveRequest],
+        target: Path,
+        *,
+        options: SaveOptions,
+        communicator: Communicator,
+        check_coverage: bool = True,
+        on_settled: Callable[[BaseException | None], None] | None = None,
+    ) -> None:
+        """Plan, stage and hand over one save. Collective.
+
+        Returns when the state may change; with overlap, when all may but what is ``steady``.
+
+        Raises:
+            AsyncSaveError: A save before it failed and nobody was told; this one does not begin.
+            CheckpointingException: Planning failed, on every rank.
+        """
+        self._check_open()
+        started, limit = time.monotonic(), self.options.max_in_flight
+        waited = self._settler.wait_for(
+            lambda: self._settler.has_room(limit), self._patience(options), f"saving {target}"
+        )
+        self._settler.raise_failures(upto=self._number + 1 - limit)
+        self._number += 1
+        common = {
+            "path": str(target), "rank": communicator.rank, "save": self._number, "is_async": True,
+        }  # fmt: skip
+        self._emit(SaveStarted(**common))  # type: ignore[arg-type]  # as it says
+        save = self._begin(build, target, options, communicator, check_coverage)
+        save.started, save.on_settled = started, on_settled
+        self._announce(save, common, waited)
+        self._settler.add(save)
+        if save.interrupt is not None:
+            raise save.interrupt
+
+    def _begin(
+        self,
+        build: Callable[[], SaveRequest],
+        target: Path,
+        options: SaveOptions,
+        comm: Communicator,
+        check_coverage: bool,  # noqa: FBT001 - private
+    ) -> InFlight:
+        worker = self._worker_of(comm.rank)
+        worker.start()
+        planned = self._planner.plan(
+            build,
+            target,
+            comm,
+            options,
+            check_coverage=check_coverage,
+            serve=lambda: self._served(worker, comm),
+            number=self._number,
+        )
+        save = InFlight(number=self._number, path=target, comm=comm, planned=planned)
+        try:
+            save.handed = hand_over(planned, self._number, self._means(worker, options))
+        except Exception as error:  # noqa: BLE001 - all ranks are told when it is settled
+            save.error = error
+        except BaseException as interrupt:  # noqa: BLE001 - raised when the others are told
+            save.error = AsyncSaveError(f"rank {comm.rank} was interrupted: {interrupt!r}")
+            save.interrupt = interrupt
+        if save.handed is not None:
+            save.interrupt = save.handed.interrupt
+        return save
+
+    def _served(self, worker: Worker, comm: Communicator) -> HubAddress | None:
+        if comm.size == 1:
+            return None
+        beside(comm, "look", 1.0)  # refuses ranks that could not be told of a failure
+        return worker.serve_hub(hosts_of_this_rank(), self._timeout_secs)
+
+    def _announce(self, save: InFlight, common: dict[str, Any], waited: float) -> None:
+        """Tell of the copy when it is done, and of the writing."""
+        handed = save.handed
+        if handed is None:
+            return
+        stall = time.monotonic() - save.started
+
+        def staged(error: BaseException | None) -> None:
+            if error is None:
+                secs = time.monotonic() - save.started - waited
+                self._emit(
+                    Staged(**common, stall_secs=stall, wait_secs=waited, copy_secs=secs,
+                           nbytes=handed.nbytes)
+                )  # fmt: skip
+
+        def written(done: Future[float]) -> None:
+            if "written" in handed.save.timings:
+                self._emit(Written(**common, secs=done.result(), nbytes=handed.nbytes))
+
+        if handed.task is None:
+            staged(None)
+        else:
+            handed.task.add_done_callback(staged)
+        handed.save.written.add_done_callback(written)
+
+    def _means(self, worker: Worker, options: SaveOptions) -> Means:
+        if self._pool is None:
+            self._pool = StagingPool(
+                generations=min(_GENERATIONS, self.options.max_in_flight),
+                budget_nbytes=self.options.staging_budget,
+            )
+        if self._copier is None:
+            self._copier = Copier(thread_count=self.options.copy_threads)
+        if self.options.overlap and self._guard is None:
+            self._guard = _guard(self)
+        return Means(
+            pool=self._pool,
+            copier=self._copier,
+            worker=worker,
+            overlap=self.options.overlap,
+            timeout_secs=self._patience(options),
+        )
+
+    def _worker_of(self, rank: int) -> Worker:
+        self._rank = rank
+        if self._worker is None:
+            self._worker = Worker(kind=self.options.worker, rank=rank)
+        return self._worker
+
+    def _rank_of_job(self) -> int:
+        return default_communicator(timeout_secs=self._timeout_secs).rank
+
+    def _patience(self, options: SaveOptions) -> float:
+        """Return how long a save before may take to end: it has time-outs of its own."""
+        return max(self._timeout_secs, 2 * options.timeout_secs)
+
+    def _emit(self, event: Event) -> None:
+        emit_to(self._sinks, event)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("the saver is closed.")
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                "this saver was made in another process.",
+                hint="make one in each rank, after it was started.",
+            )
+
+
+def saver_of(
+    config: DistCkptConfig, rank: int, extra_sinks: Iterable[EventSink] = ()
+) -> BackgroundSaver:
+    """Return the saver that a configuration asks for.
+
+    Args:
+        config: With ``async_save``.
+        rank: Of this process; ranks other than 0 write event files of their own.
+        extra_sinks: Beside the log and the file of events.
+    """
+    sinks: list[EventSink] = [LoggingSink(), *extra_sinks]
+    if config.events_file is not None:
+        path = Path(config.events_file)
+        name = path if rank == 0 else path.with_name(f"{path.stem}-{rank}{path.suffix}")
+        sinks.append(JsonLinesSink(name))
+    mib = config.staging_budget_mib
+    options = BackgroundOptions(
+        worker=config.worker,
+        overlap=config.overlap,
+        max_in_flight=config.max_in_flight,
+        staging_budget=None if mib is None else mib << 20,
+        copy_threads=config.thread_count,
+        drain_timeout_secs=config.drain_timeout_secs,
+    )
+    return BackgroundSaver(options, sinks=sinks, timeout_secs=config.timeout_secs)
+
+
+def _guard(saver: BackgroundSaver) -> Any:
+    """Let every optimizer's step wait for copies of this saver; return the hook's handle."""
+    reference = weakref.ref(saver)
+
+    def before_step(*_: Any) -> None:
+        found = reference()
+        if found is not None:
+            found.finish_staging()
+
+    return register_optimizer_step_pre_hook(before_step)
+
+
+def _at_exit(saver: BackgroundSaver) -> Callable[[], None]:
+    """Drain the saver at the end of the program; return what takes that back."""
+    reference, pid = weakref.ref(saver), os.getpid()
+
+    def close() -> None:
+        found = reference()
+        if found is not None and os.getpid() == pid:
+            try:
+                found.close()
+            except Exception:
+                logger.exception("a checkpoint was not finished at the end of the program")
+
+    atexit.register(close)
+    return lambda: atexit.unregister(close)
