@@ -77,11 +77,14 @@ class FileImage:
             for start, placed in self._placed()
         ]
 
-    def copies(self, targets: Sequence[torch.Tensor], shards: Sequence[LocalShard]) -> list[Copy]:
-        """Return the copies that fill the payloads."""
+    def copies(
+        self, targets: Sequence[torch.Tensor], shards: Sequence[LocalShard], *, first: int = 0
+    ) -> list[Copy]:
+        """Return the copies that fill the payloads of ``shards``, from number ``first`` on."""
         return [
             Copy(placed.view_in(shards), target, placed.info.key)
             for (_, placed), target in zip(self._placed(), targets, strict=True)
+            if first <= placed.shard < len(shards)
         ]
 
     def runs(self) -> list[Run]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["HandedOver", "Means", "hand_over"]
 
 _SLOTS = 8
+_GENERATIONS = 2
 _PAGE = 4096
 
 
@@ -127,13 +128,13 @@ def _file_order(planned: PlannedSave) -> FileOrder:
 def _stage(
     planned: PlannedSave, image: FileImage, save: WorkerSave, means: Means, lease: Lease
 ) -> CopyTask | None:
-    shards = planned.prepared.shards
     if lease.nbytes < image.nbytes:
         lease.layout = None
         _stream(image, planned, save, means, lease)
         return None
-    copies = image.copies(_laid_out(image, lease), shards)
-    steady = planned.prepared.request.steady if means.overlap else frozenset[str]()
+    copies = _copies(planned, image, lease)
+    live = planned.prepared.request.live
+    steady = live.steady if means.overlap and live is not None else frozenset[str]()
     means.copier.run([copy for copy in copies if copy.name not in steady])
     later = [copy for copy in copies if copy.name in steady]
     if not later:
@@ -142,6 +143,21 @@ def _stage(
     task = means.copier.start(later)
     task.add_done_callback(_teller(image.runs(), save))
     return task
+
+
+def _copies(planned: PlannedSave, image: FileImage, lease: Lease) -> list[Copy]:
+    """Return the copies that fill the memory; those of live tensors as they were, if they are."""
+    targets, shards = _laid_out(image, lease), planned.prepared.shards
+    live = planned.prepared.request.live
+    if live is None:
+        return image.copies(targets, shards)
+    known = live.memo.get(lease.key)
+    if known is None or known[0] is not targets:
+        if len(live.memo) > _GENERATIONS:
+            live.memo.clear()  # of memory that is gone
+        known = live.memo[lease.key] = (targets, image.copies(targets, live.shards))
+    copies: list[Copy] = known[1]
+    return [*copies, *image.copies(targets, shards, first=len(live.shards))]
 
 
 def _laid_out(image: FileImage, lease: Lease) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._formats.base import SaveFormat
+    from dist_ckpt._live import Live
     from dist_ckpt.types import ShardedStateDict, StateDict
 
 __all__ = [
@@ -55,14 +56,15 @@ class SaveRequest:
     """What one rank brings to a save; made inside of an exchange, so that all hear if it fails.
 
     ``thread_count`` stands before that of the options: a strategy has one of its own.
-    ``steady`` are keys of tensors that nothing but an optimizer's step changes.
+    ``live`` are models and optimizers that were described already; what they hold comes before what
+    is in ``state_dict``.
     """
 
     state_dict: ShardedStateDict
     format: SaveFormat
     common: CommonWriter | None = None
     thread_count: int | None = None
-    steady: frozenset[str] = frozenset()
+    live: Live | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
     """
     parts = split_for_save(request.state_dict)
     shards = local_shards(parts.tensors)
+    if request.live is not None:
+        parts, shards = _with_live(request.live, parts, shards)
     common = None
     if request.format.stores_common:
         shards += object_shards(parts.objects, room)
@@ -101,6 +105,27 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
         ),
     )
     return Prepared(request, parts, shards, view, common)
+
+
+def _with_live(
+    live: Live, parts: SaveParts, shards: list[LocalShard]
+) -> tuple[SaveParts, list[LocalShard]]:
+    parts = SaveParts(
+        common=_merged(live.parts.common, parts.common),
+        tensors=(*live.parts.tensors, *parts.tensors),
+        objects=(*live.parts.objects, *parts.objects),
+    )
+    return parts, [*live.shards, *shards]
+
+
+def _merged(first: StateDict, second: StateDict) -> StateDict:
+    """Return both nested dicts in one; they have no leaf in common."""
+    merged = dict(first)
+    for key, value in second.items():
+        other = merged.get(key)
+        both = isinstance(other, dict) and isinstance(value, dict)
+        merged[key] = _merged(other, value) if both else value  # type: ignore[arg-type]  # looked at
+    return merged
 
 
 def common_backend(request: SaveRequest) -> tuple[str, int]:

@@ -27,6 +27,7 @@ from dist_ckpt._comm.hosts import hosts_of_this_rank
 from dist_ckpt._engine.copying import Copier
 from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt._handing_over import Means, hand_over
+from dist_ckpt._live import LiveDescriptions
 from dist_ckpt._settling import InFlight, Settler, beside
 from dist_ckpt.errors import (
     AsyncSaveError,
@@ -135,6 +136,7 @@ class BackgroundSaver:
         self.options = options or BackgroundOptions()
         self._sinks, self._timeout_secs = tuple(sinks), timeout_secs
         self._settler = Settler(self._emit)
+        self.descriptions = LiveDescriptions()
         self._planner = AsyncPlanner()
         self._pool: StagingPool | None = None
         self._copier: Copier | None = None
@@ -265,6 +267,7 @@ class BackgroundSaver:
     def _release(self) -> None:
         if self._guard is not None:
             self._guard.remove()
+        self.descriptions.forget()
         self._settler.close(_CLOSE_SECS)
         if self._worker is not None:
             self._worker.close(_CLOSE_SECS)

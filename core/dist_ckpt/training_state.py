@@ -24,6 +24,7 @@ from dist_ckpt._comm import default_communicator
 from dist_ckpt._engine.commit import forget_aside, remove_tree
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._formats.native import new_format
+from dist_ckpt._live import Live, LiveDescriptions, LiveObjects
 from dist_ckpt._loading import (
     LoadRequest,
     check_indexed,
@@ -41,11 +42,8 @@ from dist_ckpt.derive import (
     load_optimizer_state,
     model_layout,
     optimizer_template,
-    sharded_model_state,
-    sharded_optimizer_state,
 )
-from dist_ckpt.derive.steady import steady_keys
-from dist_ckpt.derive.values import fill_shared, sharded_values
+from dist_ckpt.derive.values import fill_shared
 from dist_ckpt.errors import CheckpointNotFoundError, MismatchError
 from dist_ckpt.mapping import ShardedObject
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path, path_to_tell
@@ -127,8 +125,20 @@ def save_training_state(
 
     def build() -> SaveRequest:
         checked_path(checkpoint_dir)  # what is no path on one rank is told to all
-        tree, steady = _tree(state, comm)
-        return SaveRequest(state_dict=tree, format=new_format(*options.format), steady=steady)
+        given = state if isinstance(state, TrainingState) else state()
+        live, rests = (saver.descriptions if saver else LiveDescriptions()).describe(
+            LiveObjects(
+                models=given.models,
+                optimizers=given.optimizers,
+                replicas=given.replicas,
+                model_values=given.model_values,
+            )
+        )
+        return SaveRequest(
+            state_dict=_tree(given, live, rests, comm),
+            format=new_format(*options.format),
+            live=live,
+        )
 
     target = path_to_tell(checkpoint_dir)
     if saver is None:
@@ -145,41 +155,24 @@ def save_training_state(
 
 
 def _tree(
-    state: TrainingState | Callable[[], TrainingState], comm: Communicator
-) -> tuple[ShardedStateDict, frozenset[str]]:
-    """Return what is stored, and the keys of it that only an optimizer's step changes."""
-    state = state if isinstance(state, TrainingState) else state()
-    layouts = [model_layout(model, replicas=state.replicas) for model in state.models]
+    state: TrainingState, live: Live, rests: Sequence[StateDict], comm: Communicator
+) -> ShardedStateDict:
+    """Return what is stored beside the tensors of live models and optimizers."""
     tree: ShardedStateDict = {
         "dist_ckpt": {"framework": state.framework, "world_size": comm.size},
-        "models": {},
-        "tied": {},
-        "extra_state": {},
-        "optimizers": {},
+        "tied": {str(i): dict(tied) for i, tied in enumerate(live.tied)},
+        "extra_state": {
+            str(i): {name: module.get_extra_state() for name, module in _with_extra_state(model)}
+            for i, model in enumerate(state.models)
+        },
+        "optimizers": {str(j): rest for j, rest in enumerate(rests)},
         "common": state.common,
     }
-    for i, (model, layout) in enumerate(zip(state.models, layouts, strict=True)):
-        prefix = f"models.{i}."
-        values = state.model_values.get(i)
-        tree["models"][str(i)] = (
-            sharded_model_state(layout, prefix=prefix)
-            if values is None
-            else sharded_values(values, layout, prefix=prefix)
-        )
-        tree["tied"][str(i)] = dict(layout.tied)
-        tree["extra_state"][str(i)] = {
-            name: module.get_extra_state() for name, module in _with_extra_state(model)
-        }
-    for j, optimizer in enumerate(state.optimizers):
-        tree["optimizers"][str(j)] = sharded_optimizer_state(
-            optimizer, layouts, prefix=f"optimizers.{j}."
-        )
     if state.per_rank is not None:
         tree[_PER_RANK] = {
             str(comm.rank): ShardedObject(_PER_RANK, state.per_rank, (comm.size,), (comm.rank,))
         }
-    own = {i: one for i, one in enumerate(layouts) if state.model_values.get(i) is None}
-    return tree, steady_keys(own, state.optimizers, list(tree["optimizers"].values()))
+    return tree
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
