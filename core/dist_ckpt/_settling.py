@@ -16,14 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._background.agreement import stand_in
+from dist_ckpt._background.agreement import commit, stand_in
 from dist_ckpt._background.hub_client import HubLostError
 from dist_ckpt._comm.failures import describe_failure
 from dist_ckpt._comm.single import SingleCommunicator
 from dist_ckpt._comm.store import StoreCommunicator
-from dist_ckpt._engine.commit import locate
+from dist_ckpt._engine.commit import forget_trash, locate
 from dist_ckpt._formats.manifest import read_manifest
 from dist_ckpt.errors import (
     AsyncSaveError,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._async_saving import PlannedSave
+    from dist_ckpt._background.orders import Staged
     from dist_ckpt._engine.commit import Attempt
     from dist_ckpt._handing_over import HandedOver
     from dist_ckpt.events import Event
@@ -87,6 +88,7 @@ class _Alarm:
     """
 
     number: int
+    path: Path
     error: AsyncSaveError
     earliest: int
     raise_at: int | None = None
@@ -207,11 +209,15 @@ class Settler:
         return len(self._saves) < limit
 
     def newest_to(self, path: Path) -> int:
-        """Return the number of the newest save in flight to a path, also through links; or 0."""
+        """Return the number of the newest save to a path, also through links; or 0.
+
+        One that has failed counts until it is told: on another rank it may still be in flight.
+        """
         wanted = os.path.realpath(path)
         with self._changed:
-            found = [one.number for one in self._saves if os.path.realpath(one.path) == wanted]
-        return max(found, default=0)
+            known = [(one.number, one.path) for one in self._saves]
+            known += [(one.number, one.path) for one in self._alarms]
+        return max((n for n, one in known if os.path.realpath(one) == wanted), default=0)
 
     def is_past(self, number: int) -> bool:
         """Whether a save and all before it have ended; for ``wait_for``."""
@@ -301,7 +307,7 @@ class Settler:
             alarm = None
             if failure is not None:
                 self._failed.add(save.number)
-                alarm = _Alarm(save.number, _told(save, failure), self._polls + 1)
+                alarm = _Alarm(save.number, save.path, _told(save, failure), self._polls + 1)
                 self._alarms.append(alarm)
             self._changed.notify_all()
         return alarm
@@ -371,13 +377,41 @@ def _outcome(save: InFlight) -> BaseException | None:
 
 
 def _stand_in(save: InFlight, error: Exception) -> None:
-    if save.comm.rank == 0:
-        if save.planned.attempt is not None:
-            save.planned.attempt.abort()
-        raise error
-    assert save.planned.point is not None  # noqa: S101 - there are other ranks
-    stand_in(save.planned.point, describe_failure(error))
+    """Say for a worker that was given no order that this rank has failed."""
+    point, failure = save.planned.point, describe_failure(error)
+    try:
+        if point is None or point.rank == 0:
+            # The others wait for a verdict, and write until they have heard it.
+            commit(point, _Withdrawn(save.planned.attempt), failure=failure)
+        else:
+            stand_in(point, failure)
+    except HubLostError:
+        raise
+    except CheckpointingException as told:
+        raise told from error
     raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _Withdrawn:
+    """The order of a rank 0 that could not give one to its worker: it can only be aborted."""
+
+    attempt: Attempt | None
+    commits: bool = True
+
+    @property
+    def target(self) -> str:
+        return "a checkpoint" if self.attempt is None else str(self.attempt.target)
+
+    def write(self, staged: Staged) -> Any:
+        raise NotImplementedError
+
+    def publish(self, reports: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        if self.attempt is not None:
+            self.attempt.abort()
 
 
 def _noted(save: InFlight, failure: BaseException | None) -> BaseException | None:
@@ -407,11 +441,12 @@ def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseExce
     """Find out how a save ended whose commit nobody has told of."""
     if save.comm.rank == 0:
         attempt = save.planned.attempt
-        if attempt is not None and _is_published(attempt):
-            return _noted(save, None)
+        is_published = attempt is not None and _is_published(attempt)
         if attempt is not None:
+            # What it replaced, or what was written: whoever would have removed it is dead.
             attempt.abort()
-        return _noted(save, error)
+            forget_trash(attempt)
+        return _noted(save, None if is_published else error)
     try:
         notes = beside(save.comm, save.planned.name, _AGREE_SECS)
         told: BaseException | None = notes.hear("ended")  # type: ignore[attr-defined]  # of a store

@@ -14,9 +14,8 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -26,8 +25,10 @@ from dist_ckpt._comm import default_communicator
 from dist_ckpt._comm.hosts import hosts_of_this_rank
 from dist_ckpt._engine.copying import Copier
 from dist_ckpt._engine.pool import StagingPool
+from dist_ckpt._formats.native import new_format
 from dist_ckpt._handing_over import Means, hand_over
 from dist_ckpt._live import LiveDescriptions
+from dist_ckpt._preparing import SaveRequest
 from dist_ckpt._settling import InFlight, Settler, beside
 from dist_ckpt.errors import (
     AsyncSaveError,
@@ -38,6 +39,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.events import (
     Event,
     EventSink,
+    Failed,
     JsonLinesSink,
     LoggingSink,
     Pruned,
@@ -46,16 +48,14 @@ from dist_ckpt.events import (
     Written,
     emit_to,
 )
-from dist_ckpt.options import path_to_tell
+from dist_ckpt.options import BackgroundOptions, SaveOptions, checked_path, path_to_tell
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from dist_ckpt._background.hub import HubAddress
-    from dist_ckpt._preparing import SaveRequest
     from dist_ckpt.config import DistCkptConfig
-    from dist_ckpt.options import SaveOptions
-    from dist_ckpt.types import Communicator, PathLike
+    from dist_ckpt.types import Communicator, PathLike, ShardedStateDict
 
 __all__ = ["BackgroundOptions", "BackgroundSaver", "saver_of"]
 
@@ -63,50 +63,6 @@ logger = logging.getLogger(__name__)
 
 _GENERATIONS = 2
 _CLOSE_SECS = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackgroundOptions:
-    """How to save in the background.
-
-    Attributes:
-        worker: Who writes: a process of its own for each rank, or a thread of this one, for where
-            processes are unwelcome.
-        overlap: Copy parameters and optimizer state while training goes on, until the optimizer's
-            next step, which waits for the rest. All else is copied before the save returns. Do not
-            change a parameter in another way meanwhile: what is noticed fails the save, writing
-            through ``.data`` is not noticed.
-        max_in_flight: How many saves may be under way; the next waits.
-        staging_budget: Most bytes of host memory to stage in, for each save in flight; None for
-            what there is. A larger state is streamed through it.
-        copy_threads: Threads that copy.
-        drain_timeout_secs: How long to wait at the end for what is in flight.
-    """
-
-    worker: Literal["process", "thread"] = "process"
-    overlap: bool = False
-    max_in_flight: int = 1
-    staging_budget: int | None = None
-    copy_threads: int = 2
-    drain_timeout_secs: float = 600.0
-
-    def __post_init__(self) -> None:
-        """Refuse what no save can work with.
-
-        Raises:
-            ConfigError: A value is wrong.
-        """
-        if self.worker not in ("process", "thread"):
-            raise ConfigError(f"worker must be 'process' or 'thread', not {self.worker!r}.")
-        numbers = {
-            "max_in_flight": self.max_in_flight,
-            "copy_threads": self.copy_threads,
-            "drain_timeout_secs": self.drain_timeout_secs,
-            "staging_budget": 1 if self.staging_budget is None else self.staging_budget,
-        }
-        wrong = [f"{name} must be positive, not {n!r}" for name, n in numbers.items() if not n > 0]
-        if wrong:
-            raise ConfigError(f"{'; '.join(wrong)}.")
 
 
 class BackgroundSaver:
@@ -268,15 +224,49 @@ class BackgroundSaver:
         if self._guard is not None:
             self._guard.remove()
         self.descriptions.forget()
-        self._settler.close(_CLOSE_SECS)
         if self._worker is not None:
-            self._worker.close(_CLOSE_SECS)
+            self._worker.close(_CLOSE_SECS)  # after that no save is open any more
+        self._settler.close(_CLOSE_SECS)
         if self._copier is not None:
             self._copier.close()
         if self._pool is not None:
             self._pool.close()
 
     # -- a save
+
+    def save(
+        self,
+        sharded_state_dict: ShardedStateDict,
+        checkpoint_dir: PathLike,
+        *,
+        options: SaveOptions | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        """Save a sharded state dict, as ``dist_ckpt.save`` does; return when it may change.
+
+        Collective. Nothing is overlapped: what may change when is not known of such a dict.
+
+        Args:
+            sharded_state_dict: Nested dicts and lists; ``ShardedTensor`` and its like as leaves.
+            checkpoint_dir: The directory to make.
+            options: Further choices.
+            communicator: The ranks, if not those of the default process group.
+
+        Raises:
+            AsyncSaveError: A save before it failed and nobody was told; this one does not begin.
+            CheckpointingException: Planning failed, on every rank.
+        """
+        options = options or SaveOptions()
+        comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
+
+        def build() -> SaveRequest:
+            checked_path(checkpoint_dir)  # what is no path on one rank is told to all
+            fmt = new_format(*options.format)
+            return SaveRequest(state_dict=sharded_state_dict, format=fmt)
+
+        target = path_to_tell(checkpoint_dir)
+        check = options.verify_sharding
+        self.submit(build, target, options=options, communicator=comm, check_coverage=check)
 
     def submit(
         self,
@@ -307,7 +297,12 @@ class BackgroundSaver:
             "path": str(target), "rank": communicator.rank, "save": self._number, "is_async": True,
         }  # fmt: skip
         self._emit(SaveStarted(**common))  # type: ignore[arg-type]  # as it says
-        save = self._begin(build, target, options, communicator, check_coverage)
+        try:
+            save = self._begin(build, target, options, communicator, check_coverage)
+        except BaseException as error:
+            secs = time.monotonic() - started
+            self._emit(Failed(**common, secs=secs, phase="planning", error=str(error)))  # type: ignore[arg-type]  # as above
+            raise
         save.started, save.on_settled = started, on_settled
         self._announce(save, common, waited)
         self._settler.add(save)
@@ -323,9 +318,13 @@ class BackgroundSaver:
         check_coverage: bool,  # noqa: FBT001 - private
     ) -> InFlight:
         worker = self._worker_of(comm.rank)
-        worker.start()
+
+        def started() -> SaveRequest:
+            worker.start()  # inside of the exchange: a rank that cannot is told to all
+            return build()
+
         planned = self._planner.plan(
-            build,
+            started,
             target,
             comm,
             options,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -151,7 +152,8 @@ class CheckpointProcess:
             raise ConfigError("the checkpoint process is closed.")
         self._number += 1
         where = _absolute(path)
-        return self._executor.submit(self._write, self._number, state_dict, where, kwargs)
+        # A list, to be emptied: the executor keeps its arguments until the future is done.
+        return self._executor.submit(self._write, self._number, [state_dict], where, kwargs)
 
     def abstain(self, error: BaseException) -> None:
         """Take no part in the save that the other ranks write next; they are told why."""
@@ -181,19 +183,31 @@ class CheckpointProcess:
     def _write(
         self,
         number: int,
-        state_dict: STATE_DICT | Future[STATE_DICT],
+        state_dict: list[STATE_DICT | Future[STATE_DICT]],
         path: PathLike,
         kwargs: Mapping[str, Any],
     ) -> None:
         try:
-            found = state_dict.result() if isinstance(state_dict, Future) else state_dict
-            arena = found.arena if isinstance(found, StagedStateDict) else None
-            plain = dict(found) if isinstance(found, StagedStateDict) else found
-            packed = pack((plain, path, dict(kwargs)), arena)
-            self._live_worker().write(number, packed, path_to_tell(path))
+            self._hand_over(number, state_dict.pop(), path, kwargs)
         except BaseException as error:
+            # The error may be kept for long; the snapshot's memory is for the next save.
+            traceback.clear_frames(error.__traceback__)
             self._give_up(number, error)
             raise
+
+    def _hand_over(
+        self,
+        number: int,
+        state_dict: STATE_DICT | Future[STATE_DICT],
+        path: PathLike,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Return when it is written: until then the snapshot's memory must stay as it is."""
+        found = state_dict.result() if isinstance(state_dict, Future) else state_dict
+        arena = found.arena if isinstance(found, StagedStateDict) else None
+        plain = dict(found) if isinstance(found, StagedStateDict) else found
+        packed = pack((plain, path, dict(kwargs)), arena)
+        self._live_worker().write(number, packed, path_to_tell(path))
 
     def _give_up(self, number: int, error: BaseException) -> None:
         if self._barrier is None:

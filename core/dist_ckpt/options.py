@@ -1,6 +1,6 @@
-"""What a caller may choose about one save or one load.
+"""What a caller may choose about saves and loads.
 
-Here: two frozen option classes with their defaults. Not here: YAML and environment (``config``).
+Here: frozen option classes with their defaults. Not here: YAML and environment (``config``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dist_ckpt.errors import ConfigError
 if TYPE_CHECKING:
     from dist_ckpt._engine.commit import Replace
 
-__all__ = ["LoadOptions", "SaveOptions", "checked_path", "path_to_tell"]
+__all__ = ["BackgroundOptions", "LoadOptions", "SaveOptions", "checked_path", "path_to_tell"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,47 @@ class LoadOptions:
         _check_positive(thread_count=self.thread_count, timeout_secs=self.timeout_secs)
         if self.cast not in ("error", "allow"):
             raise ConfigError(f"cast must be 'error' or 'allow', not {self.cast!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackgroundOptions:
+    """How to save in the background.
+
+    Attributes:
+        worker: Who writes: a process of its own for each rank, or a thread of this one, for where
+            processes are unwelcome.
+        overlap: Copy parameters and optimizer state while training goes on, until the optimizer's
+            next step, which waits for the rest. All else is copied before the save returns. Do not
+            change a parameter in another way meanwhile: what is noticed fails the save, writing
+            through ``.data`` is not noticed.
+        max_in_flight: How many saves may be under way; the next waits.
+        staging_budget: Most bytes of host memory to stage in, for each save in flight; None for
+            what there is. A larger state is streamed through it.
+        copy_threads: Threads that copy.
+        drain_timeout_secs: How long to wait at the end for what is in flight.
+    """
+
+    worker: Literal["process", "thread"] = "process"
+    overlap: bool = False
+    max_in_flight: int = 1
+    staging_budget: int | None = None
+    copy_threads: int = 2
+    drain_timeout_secs: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse what no save can work with.
+
+        Raises:
+            ConfigError: A value is wrong.
+        """
+        if self.worker not in ("process", "thread"):
+            raise ConfigError(f"worker must be 'process' or 'thread', not {self.worker!r}.")
+        _check_positive(
+            max_in_flight=self.max_in_flight,
+            copy_threads=self.copy_threads,
+            drain_timeout_secs=self.drain_timeout_secs,
+            staging_budget=1 if self.staging_budget is None else self.staging_budget,
+        )
 
 
 def _check_positive(**values: float) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from dist_ckpt._engine.arena import Arena, copy_bits
 from dist_ckpt._engine.handover import is_plain_tensor
+from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt._rank_state import (
     GlobalTensor,
     Path,
@@ -24,7 +25,7 @@ from dist_ckpt._rank_state import (
     render,
     with_global_leaves,
 )
-from dist_ckpt.errors import ConfigError, InvalidShardingError
+from dist_ckpt.errors import BarrierTimeoutError, ConfigError, InvalidShardingError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ class CheckpointStagerConfig:
     """How to stage. On a machine without an accelerator only the two in the middle matter.
 
     Attributes:
-        use_pinned_memory: Copy from an accelerator into page-locked memory. Only without
-            ``use_shared_memory``, whose memory is never page-locked.
+        use_pinned_memory: Copy from an accelerator into page-locked memory.
         use_shared_memory: Copy into memory that the checkpoint process shares; otherwise the copy
             is copied once more when it is handed over.
         use_async_staging: Copy in a thread and return a future. The caller must then wait for it
@@ -88,6 +88,9 @@ class CheckpointStagerConfig:
 class DefaultStager(CheckpointStager):
     """Copies every tensor to the host and every value with ``copy.deepcopy``.
 
+    Shared memory is used again for a later snapshot once nobody holds the snapshot that lies in it,
+    nor any tensor of it; two pieces of it are kept at most.
+
     Tensors that are the same elements in the state dict are one copy in the snapshot. DTensors and
     factories come out as what they store (see ``AsyncCheckpointer``). Also a context manager.
 
@@ -103,6 +106,7 @@ class DefaultStager(CheckpointStager):
             if self._config.use_async_staging
             else None
         )
+        self._pool = StagingPool(use_pinned=self._config.use_pinned_memory)
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -129,14 +133,18 @@ class DefaultStager(CheckpointStager):
         return self._stage(state_dict)
 
     def close(self) -> None:
-        """Wait for a snapshot that is being made; nothing is staged afterwards."""
+        """Wait for a snapshot that is being made; nothing is staged afterwards.
+
+        Snapshots stay as they are; memory that none lies in is given back.
+        """
         self._closed = True
         if self._executor is not None:
             self._executor.shutdown(wait=True)
+        self._pool.retire()
 
     def _stage(self, state_dict: Mapping[str, Any]) -> StagedStateDict:
         tree = with_global_leaves(state_dict)
-        snapshot = _Snapshot(tree, self._config)
+        snapshot = _Snapshot(tree, self._config, self._pool)
         staged = StagedStateDict(map_tree(snapshot.copy_leaf, tree))
         staged.arena = snapshot.arena
         snapshot.finish()
@@ -146,7 +154,9 @@ class DefaultStager(CheckpointStager):
 class _Snapshot:
     """One snapshot: its memory, and what has been copied into it."""
 
-    def __init__(self, tree: dict[str, Any], config: CheckpointStagerConfig) -> None:
+    def __init__(
+        self, tree: dict[str, Any], config: CheckpointStagerConfig, pool: StagingPool
+    ) -> None:
         self._config = config
         self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
         self._busy: set[torch.device] = set()
@@ -154,7 +164,7 @@ class _Snapshot:
         if config.use_shared_memory:
             found: dict[tuple[Any, ...], torch.Tensor] = {}
             map_tree(lambda _, leaf: found.update(_tensors_of(leaf)), tree)
-            self.arena = Arena(Arena.nbytes_for(found.values()))
+            self.arena = _memory(pool, Arena.nbytes_for(found.values()))
 
     def copy_leaf(self, path: Path, leaf: Any) -> Any:
         try:
@@ -208,6 +218,16 @@ class _Snapshot:
         if enqueue:
             self._busy.add(tensor.device)
         return copy_bits(target, tensor, non_blocking=enqueue)
+
+
+def _memory(pool: StagingPool, nbytes: int) -> Arena:
+    """Return memory of the pool, which comes back to it when the snapshot is gone."""
+    try:
+        lease = pool.acquire(nbytes, timeout_secs=0, what="a snapshot", may_be_less=False)
+    except BarrierTimeoutError:
+        # Earlier snapshots are still held, by whom it is not known: waiting could be for ever.
+        return Arena(nbytes)
+    return lease.lend()
 
 
 def _tensors_of(leaf: Any) -> dict[tuple[Any, ...], torch.Tensor]:

@@ -454,6 +454,7 @@ def save_model_and_optimizer(
     *,
     common: StateDict | None = None,
     options: SaveOptions | None = None,
+    saver: BackgroundSaver | None = None,
 ) -> None:
     """Save one model and its optimizer, however they are sharded. Collective.
 
@@ -463,10 +464,11 @@ def save_model_and_optimizer(
         optimizer: Its optimizer, if it is to be saved.
         common: Further values, equal on all ranks.
         options: Further choices.
+        saver: Writes the checkpoint while training goes on, see ``save_training_state``.
     """
     optimizers = [] if optimizer is None else [optimizer]
     state = TrainingState(models=[model], optimizers=optimizers, common=common or {})
-    save_training_state(checkpoint_dir, state, options=options)
+    save_training_state(checkpoint_dir, state, options=options, saver=saver)
 
 
 def load_model_and_optimizer(

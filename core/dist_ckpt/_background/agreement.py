@@ -164,9 +164,9 @@ class Seat:
         if not self._kept or self._client is None:
             return
         point = self._kept[-1]
-        keys: dict[str, int | None] = {_heard_key(point, r): r for r in range(1, point.size)}
         with contextlib.suppress(HubLostError):
-            self._client.wait(keys, timeout_secs)
+            others = [rank for rank in self._client.present() if rank != point.rank]
+            self._client.wait({_heard_key(point, rank): rank for rank in others}, timeout_secs)
 
     def close(self) -> None:
         """End the connection."""

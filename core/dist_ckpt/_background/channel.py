@@ -25,6 +25,11 @@ _SEND_SECS = 120.0
 class Channel(Protocol):
     """One end. Any thread may send; one receives."""
 
+    @property
+    def can_send(self) -> bool:
+        """Whether the other side has not been told of the end, by a failed send either."""
+        ...
+
     def send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
         """Send; descriptors stay open here. ``OSError`` if the other side is gone."""
         ...
@@ -56,6 +61,11 @@ class SocketChannel:
     def __init__(self, stream: socket.socket) -> None:
         """Take the socket over."""
         self._frames = FrameSocket(stream, send_secs=_SEND_SECS)
+
+    @property
+    def can_send(self) -> bool:
+        """Whether every send so far was whole."""
+        return not self._frames.is_torn
 
     def send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
         """Send; descriptors stay open here."""
@@ -99,6 +109,11 @@ class QueueChannel:
     ) -> None:
         """Remember the queues."""
         self._incoming, self._outgoing, self._ended = incoming, outgoing, ended
+
+    @property
+    def can_send(self) -> bool:
+        """Whether neither end is shut down."""
+        return not self._ended.is_set()
 
     def send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
         """Send; duplicates of the descriptors go with it."""

@@ -7,6 +7,7 @@ ranks of one job that have proven to know its token (``hub``): what comes in is 
 from __future__ import annotations
 
 import array
+import contextlib
 import pickle
 import select
 import socket
@@ -18,6 +19,7 @@ __all__ = ["FrameSocket"]
 
 _HEAD = struct.Struct("!QB")
 _MAX_DESCRIPTORS = 4
+_SMALL_NBYTES = 1 << 16
 
 
 class FrameSocket:
@@ -37,6 +39,7 @@ class FrameSocket:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", secs, micros))
         self._stream = stream
         self._lock = threading.Lock()
+        self.is_torn = False
 
     def send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
         """Send one object, and file descriptors, which stay open here.
@@ -88,10 +91,7 @@ class FrameSocket:
 
     def shut_down(self) -> None:
         """Have whoever sends or receives here, or on the other side, see the end."""
-        try:
-            self._stream.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # it is already
+        self._shut_down(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Let go of the socket; nobody may be receiving any more."""
@@ -106,13 +106,23 @@ class FrameSocket:
     def _send_locked(self, data: bytes, descriptors: tuple[int, ...]) -> None:
         head = _HEAD.pack(len(data), len(descriptors))
         sent = 0
-        if descriptors:
-            sent = socket.send_fds(self._stream, [head], list(descriptors))
-        if len(data) < 1 << 16:
-            self._stream.sendall(head[sent:] + data)
-        else:
-            self._stream.sendall(head[sent:])
-            self._stream.sendall(data)
+        try:
+            if descriptors:
+                sent = socket.send_fds(self._stream, [head], list(descriptors))
+            if len(data) < _SMALL_NBYTES:
+                self._stream.sendall(head[sent:] + data)
+            else:
+                self._stream.sendall(head[sent:])
+                self._stream.sendall(data)
+        except BaseException:
+            # Half a message may be on its way, after Ctrl-C too: nothing can follow it.
+            self.is_torn = True
+            self._shut_down(socket.SHUT_WR)
+            raise
+
+    def _shut_down(self, how: int) -> None:
+        with contextlib.suppress(OSError):  # it is already
+            self._stream.shutdown(how)
 
     def _receive_head(self) -> tuple[bytes, list[int]]:
         if self._stream.family != socket.AF_UNIX:

@@ -163,7 +163,7 @@ class Hub:
             frames.send(getattr(self._table, name)(*args) if name in _REQUESTS else None)
 
 
-_REQUESTS = frozenset({"set", "set_if_absent", "get", "wait", "absent", "delete_prefix"})
+_REQUESTS = frozenset({"set", "set_if_absent", "get", "wait", "absent", "present", "delete_prefix"})
 
 
 @dataclass(eq=False, slots=True)
@@ -234,6 +234,12 @@ class _Table:
         now = time.monotonic()
         with self._lock:
             return [r for r, since in self._gone_since.items() if now - since > self._grace_secs]
+
+    def present(self) -> list[int]:
+        """Return the ranks that were connected and are not absent."""
+        gone = set(self.absent())
+        with self._lock:
+            return sorted(self._num_connections.keys() - gone)
 
     def come(self, rank: int) -> None:
         with self._lock:

@@ -91,6 +91,11 @@ class HubClient:
         ranks: list[int] = self._ask(_ANSWER_SECS, "absent")
         return ranks
 
+    def present(self) -> list[int]:
+        """Return the ranks that have been connected and are not absent."""
+        ranks: list[int] = self._ask(_ANSWER_SECS, "present")
+        return ranks
+
     def delete_prefix(self, prefix: str) -> None:
         """Delete all keys that begin so."""
         self._ask(_ANSWER_SECS, "delete_prefix", prefix)

@@ -94,7 +94,7 @@ class Link:
     @property
     def is_alive(self) -> bool:
         """Whether it can be given work."""
-        return not self._is_over and not self._is_closing
+        return not self._is_over and not self._is_closing and self._channel.can_send
 
     def wait_until_ready(self, timeout_secs: float = START_SECS) -> None:
         """Wait until the worker is there.
@@ -128,12 +128,11 @@ class Link:
         save.hear_death(self._ended_error())
 
     def send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
-        """Send; ``OSError`` if the worker is gone, or does not listen: then it is killed."""
-        try:
-            self._channel.send(message, descriptors)
-        except OSError:
-            self._kill()  # half a message may be on its way: nothing can follow it
-            raise
+        """Send; ``OSError`` if the worker is gone, or does not listen.
+
+        After any failure on the way the worker hears the end: it finishes what is all staged.
+        """
+        self._channel.send(message, descriptors)
 
     def close(self, timeout_secs: float) -> None:
         """Have it finish what is all staged and end; kill it after the time."""
@@ -243,17 +242,21 @@ class Link:
             case HubServed():
                 self.hub = message
                 self._hub_served.set()
-            case Freed() | Written() | Ended():
-                save = self._saves.get(message.number)
-                if save is not None and save.hear(message):
-                    with self._lock:
-                        self._saves.pop(message.number, None)
+            case Freed() | Written():
+                if save := self._saves.get(message.number):
+                    save.hear(message)
+            case Ended():
+                with self._lock:
+                    save = self._saves.pop(message.number, None)
+                if save is not None:
+                    save.hear(message)
 
     def _end(self) -> None:
         """The worker is gone: reap it, and tell all who wait for it."""
         code = self._reap()
         with self._lock:
-            if not (self._is_closing and code in (0, None) and not self._silence):
+            was_told = self._is_closing or not self._channel.can_send
+            if self._silence or not was_told or code not in (0, None):
                 self.death = self._death(code)
             self._is_over = True
             saves, self._saves = self._saves, {}

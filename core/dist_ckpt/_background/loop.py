@@ -150,7 +150,7 @@ class WorkerLoop:
     def _map(self, message: MapArena, descriptors: list[int]) -> None:
         try:
             self._arenas[message.key] = MappedArena(descriptors[0], message.nbytes)
-        except (OSError, IndexError):
+        except (OSError, ValueError, IndexError):
             logger.exception("arena %d of %d bytes cannot be mapped", message.key, message.nbytes)
 
     def _serve_hub(self, message: ServeHub) -> None:
@@ -180,7 +180,6 @@ class WorkerLoop:
                     Ended(save.begin.number, error=AsyncSaveError("the worker cannot go on"))
                 )
             finally:
-                del self._saves[save.begin.number]
                 self._note(_IDLE, 0)
                 if self._is_process:
                     gc.enable()
@@ -209,6 +208,7 @@ class WorkerLoop:
                 packed = pickle.dumps(report)
         except BaseException as caught:  # noqa: BLE001 - told to the training process
             error = self._of_our_tree(caught, begin.target)
+        self._saves.pop(begin.number, None)
         self._tell(Ended(begin.number, packed, error, order is not None, dict(timings)))
 
     def _written(

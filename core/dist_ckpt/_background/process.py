@@ -32,8 +32,15 @@ def command(executable: str, descriptor: int) -> list[str]:
     It gets this process's ``sys.path``, so that it imports what is imported here: the working
     directory alone would let any file there pass for a module.
     """
-    path = [str(entry) or os.getcwd() for entry in sys.path]  # noqa: PTH109 - as the import system does
+    path = [str(entry) or _here() for entry in sys.path]
     return [executable, "-P", "-c", _BOOT, str(descriptor), json.dumps(path)]
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - as the import system does
+    except FileNotFoundError:  # it was removed: nothing can be imported from there
+        return os.devnull
 
 
 def main(descriptor: int) -> None:

@@ -110,8 +110,8 @@ class WorkerSave:
 
     # -- what the link hears -----------------------------------------------------------------------
 
-    def hear(self, message: Freed | Written | Ended) -> bool:
-        """Take what the worker says of this save; return whether it is over for the worker."""
+    def hear(self, message: Freed | Written | Ended) -> None:
+        """Take what the worker says of this save."""
         match message:
             case Freed():
                 with self._changed:
@@ -124,8 +124,6 @@ class WorkerSave:
                 self.timings |= message.timings
                 self._set_written(time.monotonic() - self._began)
                 self._end(message)
-                return True
-        return False
 
     def hear_death(self, error: CheckpointingException) -> None:
         """The worker is dead: nobody reads the arena. How the save ended, the other ranks know."""

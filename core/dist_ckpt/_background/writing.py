@@ -52,6 +52,7 @@ def write_files(
             image.open()
         _write_all(images, effort, max(1, min(thread_count, len(images))))
     finally:
+        effort.memory.release()
         for image in images:
             image.close()
     if images:
@@ -175,7 +176,6 @@ def _write_all(images: Sequence[_Image], effort: _Effort, thread_count: int) -> 
             one.put(None)
         for thread in threads:
             thread.join()
-        effort.memory.release()
     if effort.errors:
         raise _worst(effort.errors)
 

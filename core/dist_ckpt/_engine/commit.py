@@ -29,7 +29,15 @@ from dist_ckpt.storage.local import fsync_directory, storage_errors
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
-__all__ = ["Attempt", "Replace", "attempt_prefix", "forget_aside", "locate", "remove_tree"]
+__all__ = [
+    "Attempt",
+    "Replace",
+    "attempt_prefix",
+    "forget_aside",
+    "forget_trash",
+    "locate",
+    "remove_tree",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +130,14 @@ def forget_aside(target: Path) -> None:
     """Remove what crashed saves left aside, which would come back once ``target`` is removed."""
     for path in _aside(target):
         remove_tree(path, ignore_errors=True)
+
+
+def forget_trash(attempt: Attempt) -> None:
+    """Remove what a process that died had begun to remove, around this attempt."""
+    for parent in {attempt.target.parent, attempt.directory.parent}:
+        for path in (attempt.target, attempt.directory):
+            for trash in parent.glob(f"{attempt_prefix(path)}*.trash"):
+                shutil.rmtree(trash, ignore_errors=True)
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:

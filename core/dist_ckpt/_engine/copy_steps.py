@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dist_ckpt._engine.arena import copy_bits
+from dist_ckpt._engine.memory import bits
 from dist_ckpt._geometry import Box, split_box
 from dist_ckpt.errors import InvalidShardingError, StorageError
 
@@ -41,11 +42,16 @@ BLOCK_NBYTES = 8 << 20
 _DEVICE_PIECE_NBYTES = 64 << 20
 """Most memory of a device that is taken to put a strided tensor in order."""
 
-_PROBE_NBYTES = 256
-"""Compared at both ends of each block of a source, once all is copied."""
+_SAMPLE_STEP_NBYTES = 16 << 10
+"""One element in so many bytes is looked at before and after the copies."""
+
+_SAMPLES_OF_AXIS = 8
+"""The same for tensors that are not contiguous: about so many along each axis."""
 
 _NO_DATA_BELOW = 1 << 40
 """Memory that was given up has an address near zero; below this one it is looked at closely."""
+
+_WORD_NBYTES = 8
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -75,32 +81,30 @@ class Copy:
 
 
 class Watched:
-    """A source as it was when its copy was asked for. Keeps its memory, and the target's."""
+    """A source as it was when its copy was asked for; ``copy`` keeps that memory.
 
-    __slots__ = ("_probes", "_source", "_storage", "_target", "_version", "name")
+    Two witnesses, as neither is enough. Torch counts a tensor's version up *after* a change, and
+    some changes it does not count: those of fused optimizers and through ``.data``. Samples are
+    taken before anything is copied: whoever changes all elements changes them.
+    """
+
+    __slots__ = ("_sample", "_version", "_view", "copy")
 
     def __init__(self, copy: Copy) -> None:
-        """Note the version, and the memory itself: ``source.data`` may be set to another."""
-        self.name = copy.name
-        self._source, self._target = copy.source, copy.target
-        self._storage = copy.source.untyped_storage()
-        self._version = _version(copy.source)
-        self._probes: list[tuple[int, int, int]] = []
-
-    def probe(self, target: int, source: int, nbytes: int) -> None:
-        """Compare some bytes of a block later: not everything that changes a tensor counts it."""
-        size = min(_PROBE_NBYTES, nbytes)
-        for position in (0, nbytes - size):
-            self._probes.append((target + position, source + position, size))
+        """Note version and samples."""
+        # An alias: `.data` of the source may be set to other memory meanwhile.
+        self.copy = Copy(_without_class(copy.source), copy.target, copy.name)
+        self._version = _version(self.copy.source)
+        self._view = _sampled(self.copy.source) if copy.source.is_cpu else None
+        self._sample = None if self._view is None else self._view.clone()
 
     def has_changed(self) -> bool:
         """Whether the source is known to have changed since."""
-        if _version(self._source) != self._version:
+        if _version(self.copy.source) != self._version:
             return True
-        return any(
-            ctypes.string_at(target, size) != ctypes.string_at(source, size)
-            for target, source, size in self._probes
-        )
+        if self._view is None or self._sample is None:
+            return False
+        return not torch.equal(self._view, self._sample)
 
 
 def check_copy(copy: Copy) -> None:
@@ -222,6 +226,19 @@ def copy_on_stream(
 def _version(tensor: torch.Tensor) -> int | None:
     # A tensor made in inference mode has none.
     return None if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name
+
+
+def _sampled(plain: torch.Tensor) -> torch.Tensor | None:
+    """Return some elements of a host tensor as integers, without a copy."""
+    if plain.is_conj() or plain.is_neg():
+        return None
+    if plain.is_contiguous():
+        flat = plain.view(-1)
+        words = bits(flat) if flat.element_size() <= _WORD_NBYTES else flat.view(torch.int64)
+        return words[:: max(_SAMPLE_STEP_NBYTES // words.element_size(), 1)]
+    if plain.element_size() > _WORD_NBYTES:
+        return None
+    return bits(plain)[tuple(slice(None, None, n // _SAMPLES_OF_AXIS + 1) for n in plain.shape)]
 
 
 def _has_elements(source: torch.Tensor) -> bool:

@@ -141,7 +141,7 @@ class CopyTask:
             return None
 
     def _finish(self) -> None:
-        changed = [one.name for one in self._watched if one.has_changed()]
+        changed = [one.copy.name for one in self._watched if one.has_changed()]
         if changed and self._failure is None:
             self._failure = AsyncSaveError(
                 f"{len(changed)} tensors changed while they were copied: "
@@ -275,13 +275,16 @@ class _Jobs:
             copy_small(copy)
             return
         check_copy(copy)
-        watch = self._watch(copy)
+        if self._watched is not None:
+            watched = Watched(copy)
+            self._watched.append(watched)
+            copy = watched.copy
         if not copy.source.is_cpu:
             self.on_devices.setdefault(copy.source.device, []).append(copy)
         elif is_like_others and copy.target.numel() <= _BATCH_NUMEL:
             self._add_to_batch(copy, nbytes)
         elif is_plain(copy.source):
-            self._add_blocks(copy, nbytes, watch)
+            self._add_blocks(copy, nbytes)
         else:
             for target, source in pieces(copy):
                 self.waiting.append(partial(copy_piece, target, source, copy.name))
@@ -297,17 +300,8 @@ class _Jobs:
         if self._batch_nbytes >= BLOCK_NBYTES:
             self.end_batch()
 
-    def _add_blocks(self, copy: Copy, nbytes: int, watch: Watched | None) -> None:
+    def _add_blocks(self, copy: Copy, nbytes: int) -> None:
         source, target = copy.source.data_ptr(), copy.target.data_ptr()
         for position in range(0, nbytes, BLOCK_NBYTES):
             size = min(BLOCK_NBYTES, nbytes - position)
             self.waiting.append(partial(move, target + position, source + position, size))
-            if watch is not None:
-                watch.probe(target + position, source + position, size)
-
-    def _watch(self, copy: Copy) -> Watched | None:
-        if self._watched is None:
-            return None
-        watch = Watched(copy)
-        self._watched.append(watch)
-        return watch

@@ -171,7 +171,9 @@ class StagingPool:
         self._is_closed = False
         self._told: set[str] = set()
 
-    def acquire(self, nbytes: int, *, timeout_secs: float, what: str = "a save") -> Lease:
+    def acquire(
+        self, nbytes: int, *, timeout_secs: float, what: str = "a save", may_be_less: bool = True
+    ) -> Lease:
         """Return memory for ``nbytes``, or for less if there is less: the rest is streamed then.
 
         Waits until a generation is free. Memory that is too small grows, as it is free: what lies
@@ -182,6 +184,8 @@ class StagingPool:
                 than ``BLOCK_NBYTES`` unless less is wanted.
             timeout_secs: How long to wait.
             what: Whose it is, for messages.
+            may_be_less: Whether the capacity may be less than wanted; if not, the budget does not
+                count.
 
         Raises:
             BarrierTimeoutError: None became free in time; tells who holds them.
@@ -190,7 +194,7 @@ class StagingPool:
         """
         lease = self._take(timeout_secs, what)
         try:
-            self._fill(lease, nbytes)
+            self._fill(lease, nbytes, may_be_less=may_be_less)
         except BaseException:
             lease.release()
             raise
@@ -248,11 +252,11 @@ class StagingPool:
                     generation.discard()
                 self._changed.notify_all()
 
-    def _fill(self, lease: Lease, nbytes: int) -> None:
+    def _fill(self, lease: Lease, nbytes: int, *, may_be_less: bool) -> None:
         """Give the lease its capacity. Not under the lock: the generation is its holder's."""
         generation = lease._generation  # noqa: SLF001 - a lease and its pool are one
         wanted = _pages(max(nbytes, 1))
-        least = min(wanted, BLOCK_NBYTES)
+        least = min(wanted, BLOCK_NBYTES) if may_be_less else wanted
         capacity = wanted
         if self._budget is not None:
             capacity = max(min(wanted, _pages(self._budget + 1) - mmap.PAGESIZE), least)
@@ -278,15 +282,13 @@ class StagingPool:
             except StorageError:
                 # Others may have taken memory since it was looked at.
                 if capacity == least:
-                    if generation.arena is None:
-                        raise
-                    break
+                    raise
                 capacity = max(_pages(capacity // 2), least)
                 continue
             lease.retired = (generation.key,) if generation.arena is not None else ()
             generation.discard()
             generation.arena, generation.key = arena, next(_keys)
-        return capacity
+        return max(capacity, generation.nbytes)
 
     def _arena(self, old: Arena | None, nbytes: int) -> Arena:
         if old is not None:
