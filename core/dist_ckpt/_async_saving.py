@@ -45,6 +45,7 @@ class PlannedSave:
     Attributes:
         saver: Name of the saver, the same on all ranks.
         number: Of the save, within the saver.
+        target: Where the checkpoint shall be.
         directory: The attempt directory.
         prepared: This rank's shards.
         point: Where the workers of all ranks meet; None for one rank.
@@ -56,6 +57,7 @@ class PlannedSave:
 
     saver: str
     number: int
+    target: Path
     directory: Path
     prepared: Prepared
     point: CommitPoint | None
@@ -208,6 +210,7 @@ class _Step:
         return PlannedSave(
             saver=told.saver,
             number=self.number,
+            target=self.target,
             directory=told.directory,
             prepared=prepared,
             point=point,
@@ -329,6 +332,7 @@ class _Step:
         return PlannedSave(
             saver=told.saver,
             number=self.number,
+            target=self.target,
             directory=told.assignment.directory,
             prepared=prepared,
             point=point,

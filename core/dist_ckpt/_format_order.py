@@ -43,7 +43,8 @@ class FormatOrder:
         self, pending: PendingSave, arena: Arena | None, written: Written | None = None
     ) -> None:
         """Pack it; nothing but descriptions and memory of ``arena`` is kept."""
-        self.target = pending.phase
+        self.target = pending.phase.removeprefix("writing ")
+        self._attempt = pending.coordinator.attempt
         self.written = written
         slim = _slim(pending.prepared)
         content = (slim, pending.assignment, pending.coordinator, pending.options)
@@ -71,8 +72,9 @@ class FormatOrder:
 
     def abort(self) -> None:
         """Remove the attempt. Rank 0."""
-        _, _, coordinator, _ = self._opened()
-        coordinator.abort()
+        # Not through the content: that it could not be unpacked may be the failure.
+        if self._attempt is not None:
+            self._attempt.abort()
 
     def _opened(self) -> tuple[Any, ...]:
         if self._content is None:  # it failed before it came to write
@@ -86,7 +88,7 @@ class FormatOrder:
 
 def _slim(prepared: Prepared) -> Prepared:
     """Return it without what is not written by the format: it would only be pickled."""
-    request = replace(prepared.request, state_dict={})
+    request = replace(prepared.request, state_dict={}, live=None)
     parts = SaveParts(common={}, tensors=(), objects=())
     shards = [replace(shard) for shard in prepared.shards]
     return replace(prepared, request=request, parts=parts, shards=shards)

@@ -57,14 +57,19 @@ class HandedOver:
         lease: The staging memory, to be released when the worker has written.
         task: Copies that go on; None if all is copied.
         nbytes: This rank's bytes.
-        interrupt: Ctrl-C or the like while it was staged; all ranks are told.
+        failure: What failed while it was staged; all ranks are told.
     """
 
     save: WorkerSave
     lease: Lease
     task: CopyTask | None
     nbytes: int
-    interrupt: BaseException | None = None
+    failure: BaseException | None = None
+
+    @property
+    def interrupt(self) -> BaseException | None:
+        """Ctrl-C or the like while it was staged, to be raised again."""
+        return None if isinstance(self.failure, Exception) else self.failure
 
 
 def hand_over(planned: PlannedSave, number: int, means: Means) -> HandedOver:
@@ -75,7 +80,8 @@ def hand_over(planned: PlannedSave, number: int, means: Means) -> HandedOver:
         BarrierTimeoutError: No memory became free in time.
     """
     nbytes = _nbytes(planned)
-    lease = means.pool.acquire(max(nbytes, _PAGE), timeout_secs=means.timeout_secs)
+    what = f"the save number {number}, in {planned.directory}"
+    lease = means.pool.acquire(max(nbytes, _PAGE), timeout_secs=means.timeout_secs, what=what)
     try:
         for key in lease.retired:
             means.worker.forget_arena(key)
@@ -85,15 +91,13 @@ def hand_over(planned: PlannedSave, number: int, means: Means) -> HandedOver:
     except BaseException:
         lease.release()
         raise
-    task, interrupt = None, None
+    task, failure = None, None
     try:
         task = _stage(planned, planned.image, save, means, lease)
-    except Exception as error:  # noqa: BLE001 - all ranks are told of it
+    except BaseException as error:  # noqa: BLE001 - all ranks are told; an interrupt is raised again
+        failure = error
         save.abandon(error)
-    except BaseException as error:  # noqa: BLE001 - raised by the caller when all is put away
-        interrupt = error
-        save.abandon(error)
-    return HandedOver(save=save, lease=lease, task=task, nbytes=nbytes, interrupt=interrupt)
+    return HandedOver(save=save, lease=lease, task=task, nbytes=nbytes, failure=failure)
 
 
 def _nbytes(planned: PlannedSave) -> int:
@@ -122,6 +126,7 @@ def _file_order(planned: PlannedSave) -> FileOrder:
         files=planned.image.names,
         rank=planned.point.rank if planned.point is not None else 0,
         publication=planned.publication,
+        destination=str(planned.target),
     )
 
 
@@ -243,7 +248,7 @@ def _format_save(
         save.abandon(failure)
     else:
         save.all_staged()
-    return HandedOver(save=save, lease=lease, task=None, nbytes=nbytes)
+    return HandedOver(save=save, lease=lease, task=None, nbytes=nbytes, failure=failure)
 
 
 def _written_now(pending: Any) -> FormatOrder:

@@ -277,6 +277,7 @@ class Settler:
 
     def _settle(self, save: InFlight) -> None:
         failure = _outcome(save)
+        _let_go_of_frames(failure)
         if save.handed is not None:
             if save.handed.task is not None:
                 save.handed.task.abandon()  # nobody writes into the memory that goes back
@@ -350,6 +351,13 @@ def _perform(action: _Action) -> None:
         action.run()
     except Exception:
         logger.exception("failed, after a background save: %s", action.what)
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Forget where it was raised: frames hold staged memory. ``failures`` has that as text."""
+    while isinstance(error, Exception):  # an interrupt is still on its way through the caller
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _told(save: InFlight, failure: BaseException) -> AsyncSaveError:

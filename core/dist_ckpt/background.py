@@ -13,6 +13,7 @@ import logging
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -99,6 +100,7 @@ class BackgroundSaver:
         self._worker: Worker | None = None
         self._guard: Any = None
         self._number = 0
+        self._accepted: deque[int] = deque(maxlen=self.options.max_in_flight)
         self._rank = 0
         self._closed = False
         self._pid = os.getpid()
@@ -291,7 +293,9 @@ class BackgroundSaver:
         waited = self._settler.wait_for(
             lambda: self._settler.has_room(limit), self._patience(options), f"saving {target}"
         )
-        self._settler.raise_failures(upto=self._number + 1 - limit)
+        # The newest may be in flight on some rank; those before have ended on all.
+        ended = self._accepted[0] if len(self._accepted) == limit else 0
+        self._settler.raise_failures(upto=ended)
         self._number += 1
         common = {
             "path": str(target), "rank": communicator.rank, "save": self._number, "is_async": True,
@@ -305,6 +309,7 @@ class BackgroundSaver:
             raise
         save.started, save.on_settled = started, on_settled
         self._announce(save, common, waited)
+        self._accepted.append(save.number)
         self._settler.add(save)
         if save.interrupt is not None:
             raise save.interrupt
@@ -370,7 +375,7 @@ class BackgroundSaver:
                 self._emit(Written(**common, secs=done.result(), nbytes=handed.nbytes))
 
         if handed.task is None:
-            staged(None)
+            staged(handed.failure)
         else:
             handed.task.add_done_callback(staged)
         handed.save.written.add_done_callback(written)

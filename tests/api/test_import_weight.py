@@ -29,6 +29,11 @@ WEIGHTS = {
         "nvidia_resiliency_ext",
     },
     "dist_ckpt.checkpointer": {"pydantic", "yaml", "tensorstore"},
+    "dist_ckpt._comm.failures": {"torch", "numpy"},
+    "dist_ckpt._publishing": {"torch", "numpy"},
+    # The worker process: a fresh interpreter that must be there quickly, and stay small.
+    "dist_ckpt._background.process": {"torch", "numpy", "multiprocessing", "asyncio", "pydantic"},
+    "dist_ckpt._background.worker": {"torch", "numpy", "multiprocessing"},
 }
 
 

@@ -6,11 +6,12 @@ Gates are named pipes: opening one waits for the other side, so no test has to s
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from dist_ckpt._background.orders import FileOrder, Publication, Run, Staged
 from dist_ckpt._engine.commit import Attempt
@@ -108,6 +109,33 @@ class UnreadableOrder(FileOrder):
         return _explode, ()
 
 
+@dataclass(frozen=True)
+class LimitedOrder:
+    """A file order in a process whose files may not be larger than this."""
+
+    order: FileOrder
+    limit: int
+    commits: bool = True
+
+    @property
+    def target(self) -> str:
+        return self.order.target
+
+    def write(self, staged: Staged) -> Any:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, most))
+        try:
+            return self.order.write(staged)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    def publish(self, reports: Sequence[Any]) -> None:
+        self.order.publish(reports)
+
+    def abort(self) -> None:
+        self.order.abort()
+
+
 def _explode() -> None:
     raise ImportError("no module of that name here")
 
@@ -148,9 +176,9 @@ class Memory:
     def __init__(self, data: bytes) -> None:
         self.nbytes = len(data)
         self.descriptor = os.memfd_create("test")
-        os.pwrite(self.descriptor, data, 0)
+        os.write(self.descriptor, data)
 
-    def __enter__(self) -> Memory:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -197,6 +225,7 @@ def bytes_of(order: FileOrder) -> bytes:
 __all__ = [
     "FailingOrder",
     "GatedOrder",
+    "LimitedOrder",
     "Memory",
     "ReportOrder",
     "UnreadableOrder",
@@ -205,7 +234,6 @@ __all__ = [
     "make_gate",
     "open_gate",
     "pass_gate",
-    "replace",
     "runs_of",
     "wait_at_gate",
 ]

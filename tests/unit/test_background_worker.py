@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from dist_ckpt._background import link
 from dist_ckpt._background.agreement import CommitPoint
 from dist_ckpt._background.hub_client import HubLostError
 from dist_ckpt._background.orders import FileOrder, Order, Run
@@ -23,11 +26,13 @@ from dist_ckpt.errors import (
     BarrierTimeoutError,
     ConfigError,
     RankFailedError,
+    StorageError,
     WorkerDiedError,
 )
 from tests.unit._orders import (
     FailingOrder,
     GatedOrder,
+    LimitedOrder,
     Memory,
     ReportOrder,
     UnreadableOrder,
@@ -81,7 +86,9 @@ def begin(
     )
 
 
-def save(worker: Worker, order: FileOrder, wrapped: Order | None = None, **options: Any) -> WorkerSave:
+def save(
+    worker: Worker, order: FileOrder, wrapped: Order | None = None, **options: Any
+) -> WorkerSave:
     with Memory(bytes_of(order)) as memory:
         one = begin(worker, wrapped or order, memory, **options)
         for run in runs_of(order):
@@ -135,7 +142,7 @@ def point_of(
 @pytest.fixture
 def team(kind: Literal["process", "thread"]) -> Iterator[list[Worker]]:
     """Three ranks' workers."""
-    workers = [Worker(kind=kind, rank=rank, hub_grace_secs=0.2) for rank in range(3)]
+    workers = [Worker(kind=kind, rank=rank) for rank in range(3)]
     yield workers
     for worker in workers:
         worker.start()  # ends what a test has killed, and the others, in any order
@@ -147,11 +154,16 @@ def team(kind: Literal["process", "thread"]) -> Iterator[list[Worker]]:
 
 
 def all_saves(
-    team: list[Worker], orders: list[Any], inner: list[FileOrder], **options: Any
+    team: list[Worker],
+    orders: list[Any],
+    inner: list[FileOrder],
+    *,
+    number: int = 1,
+    **options: Any,
 ) -> list[WorkerSave]:
     points = point_of(team, **options)
     return [
-        save(worker, own, order, point=point)
+        save(worker, own, order, point=point, number=number, key=number)
         for worker, own, order, point in zip(team, inner, orders, points, strict=True)
     ]
 
@@ -171,7 +183,8 @@ def test_three_ranks_commit(team: list[Worker], tmp_path: Path) -> None:
     assert [one.outcome.result(30) for one in saves] == [None] * 3
     assert is_committed(tmp_path / "c")
     assert set(read_manifest(tmp_path / "c").files) == {
-        "index.json", *(name for order in orders for name, _ in order.files)
+        "index.json",
+        *(name for order in orders for name, _ in order.files),
     }
     for order in orders:
         found = b"".join((tmp_path / "c" / name).read_bytes() for name, _ in order.files)
@@ -185,8 +198,11 @@ def test_one_rank_fails_all(team: list[Worker], tmp_path: Path, rank: int) -> No
     orders: list[Any] = list(inner)
     orders[rank] = FailingOrder(inner[rank])
 
-    errors = failures(all_saves(team, orders, inner))
+    saves = all_saves(team, orders, inner)
+    errors = failures(saves)
 
+    assert [r for r, one in enumerate(saves) if "written" not in one.timings] == [rank]
+    assert not any("committed" in one.timings for one in saves)
     assert {type(error) for error in errors} == {RankFailedError}
     assert len({str(error) for error in errors}) == 1
     assert f"writing {tmp_path / 'c'} failed on rank {rank}" in str(errors[0])
@@ -195,7 +211,7 @@ def test_one_rank_fails_all(team: list[Worker], tmp_path: Path, rank: int) -> No
     assert list(tmp_path.iterdir()) == []
 
     again = list(file_orders(tmp_path / "c", 3))
-    good = all_saves(team, again, again, name="save-2")
+    good = all_saves(team, again, again, name="save-2", number=2)
     assert [one.outcome.result(30) for one in good] == [None] * 3
     assert is_committed(tmp_path / "c")
 
@@ -215,9 +231,7 @@ def test_a_failed_publication_fails_all(team: list[Worker], tmp_path: Path) -> N
 def test_an_order_that_cannot_be_read(team: list[Worker], tmp_path: Path) -> None:
     """It fails this save only; the attempt, which the worker cannot remove, is removed here."""
     inner = list(file_orders(tmp_path / "c", 3))
-    unreadable = UnreadableOrder(
-        inner[0].directory, inner[0].files, 0, inner[0].publication
-    )
+    unreadable = UnreadableOrder(inner[0].directory, inner[0].files, 0, inner[0].publication)
 
     errors = failures(all_saves(team, [unreadable, *inner[1:]], inner))
 
@@ -249,8 +263,9 @@ def test_a_rank_that_does_not_come(team: list[Worker], tmp_path: Path) -> None:
     orders = list(file_orders(tmp_path / "c", 3))
     points = point_of(team, timeout_secs=0.2)
 
-    saves = [save(team[rank], orders[rank], point=points[rank]) for rank in (0, 2)]
-    errors = failures(saves)
+    ready = save(team[2], orders[2], point=points[2])
+    ready.written.result(30)
+    errors = failures([save(team[0], orders[0], point=points[0]), ready])
 
     assert all(isinstance(error, BarrierTimeoutError) for error in errors)
     assert all("rank 1: it did not tell how its part ended within 0.2 s" in str(e) for e in errors)
@@ -282,7 +297,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
         assert sorted(p.suffix for p in tmp_path.iterdir()) == [".open", ".reached"]
 
         again = list(file_orders(tmp_path / "c", 2))
-        saves = all_saves(team, again, again, name="save-2")
+        saves = all_saves(team, again, again, name="save-2", number=2)
         assert [one.outcome.result(30) for one in saves] == [None, None]
         assert team[1].pid != pid
     finally:
@@ -408,7 +423,9 @@ def test_a_report_is_the_outcome(worker: Worker) -> None:
 
     bad = begin(worker, ReportOrder("?"), number=3)
     bad.all_staged()
-    with pytest.raises(RankFailedError, match="writing nothing failed on rank 0. rank 0: ValueError"):
+    with pytest.raises(
+        RankFailedError, match="writing nothing failed on rank 0. rank 0: ValueError"
+    ):
         bad.outcome.result(30)
     error = bad.outcome.exception(0)
     assert error is not None
@@ -567,7 +584,9 @@ def test_no_python_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         worker.start()
 
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(WorkerDiedError, match='exit code 1, while it was starting.*worker="thread"'):
+    with pytest.raises(
+        WorkerDiedError, match='exit code 1, while it was starting.*worker="thread"'
+    ):
         worker.serve_hub(["127.0.0.1"], 30)
     one = begin(worker, ReportOrder())
     with pytest.raises(WorkerDiedError, match="exit code 1"):
@@ -590,9 +609,9 @@ def test_nothing_is_left(kind: Literal["process", "thread"], tmp_path: Path) -> 
 def begin_and_close(kind: Literal["process", "thread"], folder: Path) -> None:
     folder.mkdir()
     team = [Worker(kind=kind, rank=rank) for rank in range(2)]
-    for name in ("one", "two"):
-        orders = list(file_orders(folder / name, 2))
-        for one in all_saves(team, orders, orders, name=name):
+    for number in (1, 2):
+        orders = list(file_orders(folder / str(number), 2))
+        for one in all_saves(team, orders, orders, name=f"save-{number}", number=number):
             assert one.outcome.exception(30) is None
     pid = team[1].pid
     if pid is not None:
@@ -611,7 +630,174 @@ def join_threads() -> None:
 def resources() -> tuple[int, list[str], list[int]]:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return (
-        len(os.listdir("/proc/self/fd")),
+        len(list(Path("/proc/self/fd").iterdir())),
         sorted(thread.name for thread in threading.enumerate()),
         sorted(int(child) for child in children),
     )
+
+
+def test_a_worker_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without heartbeats it counts as dead, and is killed."""
+    monkeypatch.setattr(link, "_SLICE_SECS", 0.05)
+    monkeypatch.setattr(link, "SILENCE_SECS", 0.5)
+    worker = Worker(kind="process", rank=0, heartbeat_secs=0.05)
+    try:
+        first = begin(worker, ReportOrder("pid"))
+        first.all_staged()
+        pid = first.outcome.result(30)[0]
+        os.kill(pid, signal.SIGSTOP)
+
+        second = begin(worker, ReportOrder("pid"), number=2)
+
+        with pytest.raises(WorkerDiedError, match="gave no sign of life for 0.5"):
+            second.outcome.result(30)
+    finally:
+        worker.close(30)
+
+
+def test_a_limit_on_files_is_an_error(tmp_path: Path) -> None:
+    """Not a signal that ends the worker: the save fails, the next one is good."""
+    (order,) = file_orders(tmp_path / "c", 1)
+    worker = Worker(kind="process", rank=0)
+    try:
+        bad = save(worker, order, LimitedOrder(order, 500))
+        with pytest.raises(StorageError, match=r"cannot write .*__0_\d.distcp.*EFBIG.*file-size"):
+            bad.outcome.result(30)
+        assert list(tmp_path.iterdir()) == []
+
+        (again,) = file_orders(tmp_path / "c", 1)
+        assert save(worker, again, number=2).outcome.result(30) is None
+    finally:
+        worker.close(30)
+
+
+def test_half_a_message_ends_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C in the midst of a send: what is staged is finished, the next save has a new worker."""
+    (order,) = file_orders(tmp_path / "c", 1)
+    worker = Worker(kind="process", rank=0)
+    gate = make_gate(tmp_path)
+    try:
+        first = save(worker, order, GatedOrder(order, gate))
+        pid = worker.pid
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "sendall", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                begin(worker, ReportOrder("pid"), number=2)
+        wait_at_gate(gate)
+        open_gate(gate)
+
+        assert first.outcome.result(30) is None
+        third = begin(worker, ReportOrder("pid"), number=3)
+        third.all_staged()
+        assert third.outcome.result(30)[0] != pid
+    finally:
+        worker.close(30)
+
+
+def test_a_worker_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that was updated under the running training is not trusted."""
+    monkeypatch.setattr(link, "PROTOCOL", (0, "old"))
+    worker = Worker(kind="process", rank=0)
+
+    one = begin(worker, ReportOrder())
+
+    with pytest.raises(WorkerDiedError, match="is of another release of this library"):
+        one.outcome.result(0)
+    worker.close(30)
+
+
+def test_a_fork_of_training_leaves_the_worker_alone(tmp_path: Path) -> None:
+    """``close`` in a forked child, say at its exit, ends nothing of its parent's."""
+    (order,) = file_orders(tmp_path / "c", 1)
+    worker = Worker(kind="process", rank=0)
+    try:
+        worker.start()
+        pid = worker.pid
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: threads run here
+            child = os.fork()
+        if not child:
+            worker.close(0)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert save(worker, order).outcome.result(30) is None
+        assert worker.pid == pid
+    finally:
+        worker.close(30)
+
+
+def test_a_worker_goes_on_without_arena(worker: Worker) -> None:
+    """Memory that cannot be mapped fails this save only."""
+    with Memory(b"abc") as memory:
+        pipe = os.pipe()  # a descriptor that is no memory
+        bad = worker.begin(
+            1, ReportOrder("bytes"), descriptor=pipe[0], arena_key=1, nbytes=3, point=None
+        )
+        bad.all_staged()
+        good = begin(worker, ReportOrder("bytes"), memory, number=2, key=2)
+        good.all_staged()
+
+        assert good.outcome.result(30) == []
+        for descriptor in pipe:
+            os.close(descriptor)
+
+
+def test_close_does_not_wait_for_other_ranks_for_ever(tmp_path: Path) -> None:
+    """A save whose end only rank 0 knows is given up after the time; no thread remains."""
+    team = [Worker(kind="process", rank=rank) for rank in range(2)]
+    inner = list(file_orders(tmp_path / "c", 2))
+    gate = make_gate(tmp_path)
+    try:
+        points = point_of(team, timeout_secs=300)
+        good = save(team[0], inner[0], GatedOrder(inner[0], gate, "publish"), point=points[0])
+        bad = save(team[1], inner[1], point=points[1])
+        wait_at_gate(gate)
+        os.kill(team[1].pid or 0, signal.SIGKILL)
+        bad.written.result(30)
+
+        team[1].close(0.1)
+
+        with pytest.raises(AsyncSaveError, match="was not known when the saver was closed"):
+            bad.outcome.result(0)
+        assert not [t for t in threading.enumerate() if t.name == "dist_ckpt-stand-in"]
+        open_gate(gate)
+        assert good.outcome.result(30) is None
+    finally:
+        team[0].close(30)
+
+
+def test_a_worker_may_be_started_again(worker: Worker) -> None:
+    """After ``close`` the next save has another one."""
+    for number in (1, 2):
+        one = begin(worker, ReportOrder("bytes"), number=number)
+        one.all_staged()
+        assert one.outcome.result(30) == []
+        worker.close(30)
+        assert not worker.is_alive()
+        assert worker.pid is None
+
+
+def test_a_worker_that_died_between_saves(team: list[Worker], tmp_path: Path) -> None:
+    """Its successor takes part in the next save, though the other ranks are ready long before."""
+    first = list(file_orders(tmp_path / "a", 3))
+    for one in all_saves(team, first, first):
+        assert one.outcome.result(30) is None
+    pid = team[1].pid
+    if pid is not None:
+        ended = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        select.select([ended], [], [], 30)
+        os.close(ended)
+        while team[1].is_alive():
+            threading.Event().wait(0.001)
+        team[1].start()
+
+    second = list(file_orders(tmp_path / "b", 3))
+    saves = all_saves(team, second, second, name="save-2", number=2)
+
+    assert [one.outcome.result(30) for one in saves] == [None] * 3
+    assert is_committed(tmp_path / "b")

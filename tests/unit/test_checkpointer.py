@@ -619,6 +619,86 @@ def test_the_stager_alone(folder: Path) -> None:
         stager.stage(state)
 
 
+def file_of(staged: Any) -> int:
+    return os.fstat(staged.arena.descriptor).st_ino
+
+
+def test_memory_is_used_again_once_it_is_written(
+    process_of_all: tuple[CheckpointProcess, Path], folder: Path
+) -> None:
+    """One piece does for one save after the other, and each loads as it was saved."""
+    process, _ = process_of_all
+    weight = torch.zeros(300_000)
+    files = []
+    with DefaultStager() as stager:
+        for step in range(4):
+            staged = stager.stage({"w": weight.fill_(step), "step": step})
+            files.append(file_of(staged))
+            written = process.write(staged, folder / str(step))
+            del staged
+            weight.fill_(-1)
+            written.result()
+
+    assert len(set(files)) == 1
+    for step in range(4):
+        loaded = CheckpointReader().read(folder / str(step))[0]
+        assert (loaded["w"].unique().tolist(), loaded["step"]) == ([step], step)
+
+
+def test_memory_that_is_read_is_not_touched(
+    process_of_all: tuple[CheckpointProcess, Path], folder: Path
+) -> None:
+    """Snapshots may pile up, while the process reads the first and others wait."""
+    process, pipe = process_of_all
+    weight = torch.zeros(300_000)
+    with DefaultStager() as stager:
+        names_of_saves = ["gated", *map(str, range(4))]
+        saves = [
+            process.write(stager.stage({"w": weight.fill_(step)}), folder / name)
+            for step, name in enumerate(names_of_saves)
+        ]
+        with pipe.open("wb"):
+            assert not saves[0].done()
+        for written in saves:
+            written.result()
+
+    for step, name in enumerate(names_of_saves):
+        loaded = CheckpointReader().read(folder / name)[0]
+        assert loaded["w"].unique().tolist() == [step]
+
+
+def test_memory_of_a_failed_save_is_used_again(
+    process_of_all: tuple[CheckpointProcess, Path], folder: Path
+) -> None:
+    """Also while somebody keeps the error."""
+    process, _ = process_of_all
+    errors, files = [], []
+    with DefaultStager() as stager:
+        for _ in range(3):
+            staged = stager.stage({"w": torch.ones(300_000)})
+            files.append(file_of(staged))
+            written = process.write(staged, folder / "bad")
+            del staged
+            errors.append(written.exception())
+
+    assert [error is not None for error in errors] == [True] * 3
+    assert len(set(files)) == 1
+    assert names(folder) == []
+
+
+def test_snapshots_that_are_kept_stay_as_they_are() -> None:
+    """However many, also when the stager is closed; a tensor alone keeps its memory too."""
+    weight = torch.zeros(1000)
+    used = len(names(Path("/proc/self/fd")))
+    with DefaultStager() as stager:
+        kept = [stager.stage({"w": weight.fill_(step)})["w"] for step in range(5)]
+    assert [tensor.unique().tolist() for tensor in kept] == [[step] for step in range(5)]
+
+    kept.clear()
+
+    assert len(names(Path("/proc/self/fd"))) == used
+
+
 def test_a_value_without_a_copy(scripted: AsyncCheckpointer, folder: Path) -> None:
     """It is named, the save does not take place, and the next one does."""
     with pytest.raises(InvalidShardingError, match="'a.lock', a lock, cannot be copied"):
@@ -830,6 +910,7 @@ def test_many_tensors_need_few_descriptors(scripted: AsyncCheckpointer, folder: 
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
+    scripted._checkpoint_stager.close()  # until then it keeps its memory
     assert len(names(Path("/proc/self/fd"))) <= used
     assert diff(loaded, state) == ([], [], [])
 

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import pickle
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._background.hub_client import HubClient, HubLostError
@@ -178,7 +178,7 @@ class Seat:
         if self._client is None or self._address != point.address:
             self.close()
             self._kept.clear()
-            self._client = HubClient(point.address, point.rank)
+            self._client = HubClient(_nearest(point), point.rank)
             self._address = point.address
         return self._client
 
@@ -316,6 +316,13 @@ def _await_verdict(point: CommitPoint, client: HubClient, target: str) -> None:
         client.set(_heard_key(point, point.rank), b"")
     verdict: _Verdict = pickle.loads(data)  # noqa: S301 - of a peer that knew the token
     verdict.check()
+
+
+def _nearest(point: CommitPoint) -> HubAddress:
+    """Return the hub's address as seen from this rank: rank 0's worker serves it itself."""
+    if point.rank:
+        return point.address
+    return replace(point.address, hosts=("127.0.0.1", *point.address.hosts))
 
 
 def _posted(report: Any) -> _Post:

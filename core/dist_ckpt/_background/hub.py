@@ -83,7 +83,7 @@ class Hub:
         OSError: No port can be had.
     """
 
-    def __init__(self, hosts: tuple[str, ...], *, grace_secs: float = 10.0) -> None:
+    def __init__(self, hosts: tuple[str, ...], *, grace_secs: float = 30.0) -> None:
         """Listen on a port that the system chooses, on all interfaces."""
         self._listener = _listen()
         port: int = self._listener.getsockname()[1]
@@ -130,11 +130,13 @@ class Hub:
     def _serve(self, stream: socket.socket) -> None:
         try:
             with stream, contextlib.suppress(OSError, EOFError):
-                rank = self._greet(stream)
-                if rank is None:
+                greeted = self._greet(stream)
+                if greeted is None:
                     return
-                self._table.come(rank)
+                rank, proof = greeted
+                self._table.come(rank)  # before the client knows that it is there
                 try:
+                    stream.sendall(proof)
                     self._answer_all(FrameSocket(stream, send_secs=_SEND_SECS))
                 finally:
                     self._table.go(rank)
@@ -142,8 +144,8 @@ class Hub:
             with self._lock:
                 self._connections.pop(threading.current_thread(), None)
 
-    def _greet(self, stream: socket.socket) -> int | None:
-        """Return the rank of the client, or None if it does not know the token."""
+    def _greet(self, stream: socket.socket) -> tuple[int, bytes] | None:
+        """Return the client's rank and the proof for it, or None if it does not know the token."""
         stream.settimeout(_GREETING_SECS)
         set_keepalive(stream)
         nonce = secrets.token_bytes(NONCE_NBYTES)
@@ -154,8 +156,7 @@ class Hub:
         token = self.address.token
         if not hmac.compare_digest(proof, answer(token, nonce, b"client")):
             return None
-        stream.sendall(answer(token, theirs, b"server"))
-        return int(rank)
+        return int(rank), answer(token, theirs, b"server")
 
     def _answer_all(self, frames: FrameSocket) -> None:
         while (received := frames.receive()) is not None:
@@ -208,7 +209,8 @@ class _Table:
 
     def wait(self, keys: dict[str, int | None], timeout_secs: float) -> list[str]:
         """Return which keys (each with the rank that sets it) are not there in time."""
-        deadline = time.monotonic() + timeout_secs
+        begun = time.monotonic()
+        deadline = begun + timeout_secs
         with self._lock:
             waiter = _Waiter({key for key in keys if key not in self._values})
             for key in waiter.missing:
@@ -216,7 +218,7 @@ class _Table:
         try:
             while waiter.missing and not self._is_closed:
                 left = deadline - time.monotonic()
-                gone = set(self.absent())
+                gone = set(self.absent(since=begun))
                 if left <= 0 or all(keys[key] in gone for key in tuple(waiter.missing)):
                     break
                 waiter.event.wait(min(left, _LOOK_SECS, self._grace_secs or _LOOK_SECS))
@@ -229,11 +231,16 @@ class _Table:
                         del self._waiters[key]
         return missing
 
-    def absent(self) -> list[int]:
-        """Return the ranks that were connected, and have not been for longer than the grace."""
-        now = time.monotonic()
+    def absent(self, since: float = 0.0) -> list[int]:
+        """Return the ranks that were connected, and have not been for longer than the grace.
+
+        Args:
+            since: The grace begins then at the earliest: a worker that died long ago may have a
+                successor that is just starting.
+        """
+        end = time.monotonic() - self._grace_secs
         with self._lock:
-            return [r for r, since in self._gone_since.items() if now - since > self._grace_secs]
+            return [rank for rank, gone in self._gone_since.items() if max(gone, since) < end]
 
     def present(self) -> list[int]:
         """Return the ranks that were connected and are not absent."""

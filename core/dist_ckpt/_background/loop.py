@@ -50,7 +50,7 @@ __all__ = ["WorkerLoop"]
 
 logger = logging.getLogger(__name__)
 
-_LINGER_SECS = 30.0
+_LINGER_SECS = 10.0
 """How long the hub outlives the last save, until all ranks have heard how it ended."""
 _STAGING_SECS = 1800.0
 """How long to wait for the next staged bytes of a save without a commit point."""
@@ -191,10 +191,11 @@ class WorkerLoop:
         begin, timings = save.begin, {"begun": time.time()}
         order, report, failure = self._written(save, timings)
         save.release()
-        timings["written"] = time.time()
-        secs = timings["written"] - timings["begun"]
-        self._tell(Written(begin.number, secs, dict(timings)))
         failure = save.failure or failure
+        now = time.time()
+        if failure is None:
+            timings["written"] = now
+        self._tell(Written(begin.number, now - timings["begun"], dict(timings)))
         error: CheckpointingException | None = None
         packed = b""
         try:

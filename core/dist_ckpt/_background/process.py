@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -57,6 +58,10 @@ def main(descriptor: int) -> None:
         return
     assert received is not None  # noqa: S101 - without a time-out there is a message
     config = received[0]
+    with contextlib.suppress(OSError, ValueError):
+        # Rank 0's worker has a connection to the worker of every rank.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with contextlib.suppress(OSError):
         os.nice(config.niceness)
     WorkerLoop(channel, config, is_process=True).run()

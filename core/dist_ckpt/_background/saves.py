@@ -32,6 +32,8 @@ __all__ = ["WorkerSave", "WorkerTraceback"]
 
 logger = logging.getLogger(__name__)
 
+_JOIN_SECS = 5.0
+
 
 class WorkerTraceback(Exception):  # noqa: N818 - what it shows, not what went wrong
     """Cause of an error that was raised in a worker: the traceback there, as text."""
@@ -45,7 +47,8 @@ class WorkerSave:
         written: Seconds that writing took; ends when the worker reads the arena no more, however
             the save ends. Never fails.
         outcome: None, or the report of an order that does not commit; or what failed.
-        timings: Unix times by name: ``begun``, ``first_write``, ``written``, ``committed``.
+        timings: Unix times by name: ``begun``, ``first_write``, ``written``, ``committed``; each
+            only if it came so far. ``written`` is there when the future of that name ends.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class WorkerSave:
         if self._client is not None:
             self._client.close()
         if self._stand_in is not None:
-            self._stand_in.join()
+            self._stand_in.join(_JOIN_SECS)  # it may be connecting
         self._fail(error)
 
     # -- helpers -----------------------------------------------------------------------------------
@@ -163,6 +166,8 @@ class WorkerSave:
             finally:
                 self._client.close()
         except Exception as failure:  # noqa: BLE001 - it is what `outcome` is for
+            if self._is_given_up:
+                return  # `give_up` tells why
             failure.__cause__ = failure.__cause__ or error
             self._fail(failure)
         else:

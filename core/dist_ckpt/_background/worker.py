@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Worker", "WorkerSave"]
 
-_HUB_GRACE_SECS = 10.0
-"""How long a rank may be without connection to the hub until nobody waits for it."""
+_HUB_GRACE_SECS = 30.0
+"""How long a rank may be without connection to the hub until nobody waits for it: enough to start
+another worker. One whose worker died says so itself, at once."""
 
 
 class Worker:

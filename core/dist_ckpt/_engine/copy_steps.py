@@ -171,8 +171,10 @@ def is_plain(source: torch.Tensor) -> bool:
 def pieces(copy: Copy, nbytes: int = BLOCK_NBYTES) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield ``(target, source)`` of parts that together are the copy."""
     source, target = _without_class(copy.source), copy.target
-    # A transposed matrix has a way of its own in torch, many times faster and only as a whole.
-    if target.nbytes <= nbytes or (source.dim() == 2 and source.stride(0) == 1):  # noqa: PLR2004
+    # A transposed matrix has a way of its own in torch's copy on the host, many times faster and
+    # only as a whole.
+    is_transposed = source.is_cpu and source.dim() == 2 and source.stride(0) == 1  # noqa: PLR2004 - a matrix
+    if target.nbytes <= nbytes or is_transposed:
         yield target, source
         return
     whole = Box((0,) * target.dim(), tuple(target.shape))
