@@ -17,7 +17,7 @@ import torch
 
 from dist_ckpt._background.orders import FileOrder, Run
 from dist_ckpt._engine.arena import Arena
-from dist_ckpt._engine.copying import Copy
+from dist_ckpt._engine.copying import Copy, CopyPlan
 from dist_ckpt._file_image import FileImage
 from dist_ckpt._format_order import FormatOrder
 
@@ -137,12 +137,8 @@ def _stage(
         lease.layout = None
         _stream(image, planned, save, means, lease)
         return None
-    copies = _copies(planned, image, lease)
-    live = planned.prepared.request.live
-    steady = live.steady if means.overlap and live is not None else frozenset[str]()
-    means.copier.run([copy for copy in copies if copy.name not in steady])
-    later = [copy for copy in copies if copy.name in steady]
-    if not later:
+    later = _copy_now(planned, image, means, lease)
+    if later is None:
         _all_staged(image.runs(), save)
         return None
     task = means.copier.start(later)
@@ -150,19 +146,39 @@ def _stage(
     return task
 
 
-def _copies(planned: PlannedSave, image: FileImage, lease: Lease) -> list[Copy]:
-    """Return the copies that fill the memory; those of live tensors as they were, if they are."""
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """Copies of live tensors, for one memory: those to make at once, and those that may wait."""
+
+    targets: list[torch.Tensor]
+    now: CopyPlan
+    later: CopyPlan | None
+
+
+def _copy_now(
+    planned: PlannedSave, image: FileImage, means: Means, lease: Lease
+) -> CopyPlan | None:
+    """Make the copies that may not wait; return the others, if there are any."""
     targets, shards = _laid_out(image, lease), planned.prepared.shards
     live = planned.prepared.request.live
     if live is None:
-        return image.copies(targets, shards)
-    known = live.memo.get(lease.key)
-    if known is None or known[0] is not targets:
+        means.copier.run(image.copies(targets, shards))
+        return None
+    plans: _Plans | None = live.memo.get(lease.key)
+    if plans is None or plans.targets is not targets:
         if len(live.memo) > _GENERATIONS:
             live.memo.clear()  # of memory that is gone
-        known = live.memo[lease.key] = (targets, image.copies(targets, live.shards))
-    copies: list[Copy] = known[1]
-    return [*copies, *image.copies(targets, shards, first=len(live.shards))]
+        copies = image.copies(targets, live.shards)
+        steady = live.steady if means.overlap else frozenset[str]()
+        waiting = [copy for copy in copies if copy.name in steady]
+        plans = live.memo[lease.key] = _Plans(
+            targets,
+            CopyPlan([copy for copy in copies if copy.name not in steady]),
+            CopyPlan(waiting, watches=True) if waiting else None,
+        )
+    means.copier.run(image.copies(targets, shards, first=len(live.shards)))
+    means.copier.run(plans.now)
+    return plans.later
 
 
 def _laid_out(image: FileImage, lease: Lease) -> list[torch.Tensor]:

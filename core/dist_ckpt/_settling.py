@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from dist_ckpt._background.agreement import commit, stand_in
 from dist_ckpt._background.hub_client import HubLostError
@@ -50,6 +50,11 @@ logger = logging.getLogger(__name__)
 
 _AGREE_SECS = 30.0
 """How long ranks wait for each other to agree at which poll a failure is raised."""
+
+
+_Poll: TypeAlias = "tuple[int, int]"
+"""A poll: behind which save, and the number since. Saves are counted alike on all ranks, so that
+ranks which poll more often than others are in step again at the next save."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,8 +95,8 @@ class _Alarm:
     number: int
     path: Path
     error: AsyncSaveError
-    earliest: int
-    raise_at: int | None = None
+    earliest: _Poll
+    raise_at: _Poll | None = None
     agreed: threading.Event = field(default_factory=threading.Event)
 
 
@@ -139,18 +144,25 @@ class Settler:
         """Take over a save."""
         with self._changed:
             self._saves.append(save)
-            self._newest = save.number
+            self._newest, self._polls = save.number, 0
             self._run_thread()
             self._changed.notify_all()
 
     def after(self, action: Callable[[], None], what: str) -> None:
-        """Run ``action`` behind the saves in flight; now, and by the caller, if there are none."""
+        """Run ``action`` behind the saves in flight; now, and by the caller, if there are none.
+
+        Not at all if the newest save has failed and nobody was told: the caller takes it for done.
+        """
         with self._changed:
             if self._saves or self._actions or self._busy:
                 self._actions.append(_Action(self._newest, action, what))
                 self._run_thread()
                 self._changed.notify_all()
                 return
+            failed = any(alarm.number == self._newest for alarm in self._alarms)
+        if failed:
+            logger.warning("not done, as the save before it failed: %s", what)
+            return
         action()
 
     def poll(self) -> None:
@@ -164,11 +176,11 @@ class Settler:
             if not self._alarms:
                 return
             alarm = self._alarms[0]
-            polls = self._polls
-        if polls < alarm.earliest:
+            now = (self._newest, self._polls)
+        if now < alarm.earliest:
             return
         alarm.agreed.wait(_AGREE_SECS)
-        if alarm.raise_at is None or polls >= alarm.raise_at:
+        if alarm.raise_at is None or now >= alarm.raise_at:
             self.raise_failures(upto=alarm.number)
 
     def raise_failures(self, *, upto: int | None = None) -> None:
@@ -308,7 +320,8 @@ class Settler:
             alarm = None
             if failure is not None:
                 self._failed.add(save.number)
-                alarm = _Alarm(save.number, save.path, _told(save, failure), self._polls + 1)
+                earliest = (self._newest, self._polls + 1)
+                alarm = _Alarm(save.number, save.path, _told(save, failure), earliest)
                 self._alarms.append(alarm)
             self._changed.notify_all()
         return alarm
@@ -339,7 +352,7 @@ def beside(comm: Communicator, name: str, timeout_secs: float) -> Communicator:
     return comm.beside(name, timeout_secs=timeout_secs)
 
 
-def _last(polls: Sequence[int]) -> int:
+def _last(polls: Sequence[_Poll]) -> _Poll:
     return max(polls)
 
 

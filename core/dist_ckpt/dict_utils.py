@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
@@ -180,7 +180,13 @@ def _matches_inside(
             yield from _matches_inside(value, predicate, path=(*path, name), parents=below)
 
 
+_ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor})
+"""Leaves without anything inside; most are one of these, and that is quickly seen."""
+
+
 def _members(x: Any) -> Iterable[tuple[Any, Any]]:
+    if type(x) in _ATOMS:
+        return ()
     if isinstance(x, tuple) and hasattr(x, "_fields"):
         return zip(x._fields, x, strict=True)
     if isinstance(x, list | tuple | set | frozenset | deque):

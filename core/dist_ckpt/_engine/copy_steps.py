@@ -29,7 +29,6 @@ __all__ = [
     "copy_blocking",
     "copy_on_stream",
     "copy_piece",
-    "copy_small",
     "is_ordinary",
     "is_plain",
     "move",
@@ -81,30 +80,51 @@ class Copy:
 
 
 class Watched:
-    """A source as it was when its copy was asked for; ``copy`` keeps that memory.
+    """Sources as they were when their copies were asked for; ``copies`` keep that memory.
 
     Two witnesses, as neither is enough. Torch counts a tensor's version up *after* a change, and
     some changes it does not count: those of fused optimizers and through ``.data``. Samples are
     taken before anything is copied: whoever changes all elements changes them.
     """
 
-    __slots__ = ("_sample", "_version", "_view", "copy")
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._copies: list[Copy] = []
+        self._versions: list[int | None] = []
+        self._sampled: list[int] = []
+        self._views: list[torch.Tensor] = []
+        self._samples: list[torch.Tensor] = []
 
-    def __init__(self, copy: Copy) -> None:
-        """Note version and samples."""
+    def add(self, copy: Copy) -> Copy:
+        """Watch the source of a copy; return the copy to make in its place."""
         # An alias: `.data` of the source may be set to other memory meanwhile.
-        self.copy = Copy(_without_class(copy.source), copy.target, copy.name)
-        self._version = _version(self.copy.source)
-        self._view = _sampled(self.copy.source) if copy.source.is_cpu else None
-        self._sample = None if self._view is None else self._view.clone()
+        copy = Copy(_without_class(copy.source), copy.target, copy.name)
+        view = _sampled(copy.source) if copy.source.is_cpu else None
+        if view is not None:
+            self._sampled.append(len(self._copies))
+            self._views.append(view)
+            self._samples.append(torch.empty_like(view, memory_format=torch.contiguous_format))
+        self._copies.append(copy)
+        return copy
 
-    def has_changed(self) -> bool:
-        """Whether the source is known to have changed since."""
-        if _version(self.copy.source) != self._version:
-            return True
-        if self._view is None or self._sample is None:
-            return False
-        return not torch.equal(self._view, self._sample)
+    def note(self) -> None:
+        """Note versions and samples, now."""
+        self._versions = [_version(copy.source) for copy in self._copies]
+        with torch.no_grad():
+            if self._views:
+                torch._foreach_copy_(self._samples, self._views)
+
+    def changed(self) -> list[str]:
+        """Return the names of sources that are known to have changed since."""
+        found = {
+            number
+            for number, (copy, version) in enumerate(zip(self._copies, self._versions, strict=True))
+            if _version(copy.source) != version
+        }
+        for number, view, sample in zip(self._sampled, self._views, self._samples, strict=True):
+            if number not in found and not torch.equal(view, sample):
+                found.add(number)
+        return [self._copies[number].name for number in sorted(found)]
 
 
 def check_copy(copy: Copy) -> None:
@@ -148,17 +168,10 @@ def is_ordinary(copy: Copy) -> bool:
         return False
 
 
-def copy_small(copy: Copy) -> None:
-    """Make an ordinary copy with no more ado. Not for large ones, and without gradients on."""
-    try:
-        copy.target.copy_(copy.source)
-    except RuntimeError:
-        check_copy(copy)
-        raise
-
-
 def copy_batch(copies: Sequence[Copy]) -> None:
     """Make ordinary copies in one call, during which other threads run Python."""
+    if not copies:
+        return  # torch refuses to do nothing
     with torch.no_grad():
         torch._foreach_copy_([one.target for one in copies], [one.source for one in copies])
 

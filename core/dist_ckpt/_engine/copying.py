@@ -29,7 +29,6 @@ from dist_ckpt._engine.copy_steps import (
     copy_blocking,
     copy_on_stream,
     copy_piece,
-    copy_small,
     is_ordinary,
     is_plain,
     move,
@@ -40,7 +39,7 @@ from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError, ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Copier", "Copy", "CopyTask"]
+__all__ = ["Copier", "Copy", "CopyPlan", "CopyTask"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class CopyTask:
     It keeps the memory of the sources until they are copied.
     """
 
-    def __init__(self, jobs: deque[_Job], watched: list[Watched], thread_count: int) -> None:
+    def __init__(self, jobs: deque[_Job], watched: Watched, thread_count: int) -> None:
         """Begin; ``work`` is to be called that many times, in whichever threads."""
         self._jobs, self._watched = jobs, watched
         self._lock = threading.Lock()
@@ -141,7 +140,7 @@ class CopyTask:
             return None
 
     def _finish(self) -> None:
-        changed = [one.copy.name for one in self._watched if one.has_changed()]
+        changed = self._watched.changed()
         if changed and self._failure is None:
             self._failure = AsyncSaveError(
                 f"{len(changed)} tensors changed while they were copied: "
@@ -149,7 +148,7 @@ class CopyTask:
                 hint="nothing may change parameters or optimizer state before the copies are made; "
                 "save without overlap, or wait for them first.",
             )
-        self._watched.clear()  # the sources may go, and their memory with them
+        self._watched = Watched()  # the sources may go, and their memory with them
         with self._lock:
             self._is_settled = True
         for callback in self._callbacks:
@@ -177,7 +176,7 @@ class Copier:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._is_closed = False
 
-    def run(self, copies: Sequence[Copy]) -> None:
+    def run(self, copies: Sequence[Copy] | CopyPlan) -> None:
         """Copy all; return when that is done. When it raises, nothing is copied any more.
 
         Raises:
@@ -185,9 +184,10 @@ class Copier:
             StorageError: A device has no memory left to copy from.
             ConfigError: The copier is closed.
         """
-        jobs = self._sorted(copies, None)
+        plan = copies if isinstance(copies, CopyPlan) else CopyPlan(copies)
+        jobs = self._begun(plan)
         helpers = max(min(self._thread_count, len(jobs)) - 1, 0)
-        task = CopyTask(jobs, [], helpers + 1)
+        task = CopyTask(jobs, plan.watched, helpers + 1)
         try:
             self._submit(task, helpers)
             task.work()
@@ -197,7 +197,7 @@ class Copier:
             raise
         task.wait(0)
 
-    def start(self, copies: Sequence[Copy]) -> CopyTask:
+    def start(self, copies: Sequence[Copy] | CopyPlan) -> CopyTask:
         """Copy in the background what the sources hold now, in order of the devices' streams.
 
         Until the task is done nothing may change the sources. A change is an error of the task. It
@@ -209,9 +209,9 @@ class Copier:
                 copied any more then.
             ConfigError: The copier is closed.
         """
-        watched: list[Watched] = []
-        jobs = self._sorted(copies, watched)
-        task = CopyTask(jobs, watched, min(self._thread_count, len(jobs)))
+        plan = copies if isinstance(copies, CopyPlan) else CopyPlan(copies, watches=True)
+        jobs = self._begun(plan)
+        task = CopyTask(jobs, plan.watched, min(self._thread_count, len(jobs)))
         self._submit(task, min(self._thread_count, len(jobs)))
         return task
 
@@ -221,18 +221,13 @@ class Copier:
         self._executor.shutdown(wait=True)
         self._streams.clear()
 
-    def _sorted(self, copies: Sequence[Copy], watched: list[Watched] | None) -> deque[_Job]:
+    def _begun(self, plan: CopyPlan) -> deque[_Job]:
         """Return what is to be done, after making the small copies at once."""
         if self._is_closed:
             raise ConfigError("the copier is closed.")
-        jobs = _Jobs(watched)
-        with torch.no_grad():
-            for copy in copies:
-                jobs.add(copy)
-        jobs.end_batch()
-        for device, some in jobs.on_devices.items():
-            jobs.waiting.appendleft(self._device_job(device, some))
-        return jobs.waiting
+        plan.begin()
+        devices = (self._device_job(one, copies) for one, copies in plan.on_devices.items())
+        return deque([*devices, *plan.jobs])
 
     def _device_job(self, device: torch.device, copies: Sequence[Copy]) -> _Job:
         if device.type != "cuda":
@@ -259,26 +254,49 @@ def _call(callback: Callable[[BaseException | None], object], error: BaseExcepti
         logger.exception("who waited for copies failed")
 
 
-class _Jobs:
-    """Copies cut into pieces of work."""
+class CopyPlan:
+    """Copies cut into pieces of work; may be made again while sources and targets stay the same.
 
-    def __init__(self, watched: list[Watched] | None) -> None:
-        self.waiting: deque[_Job] = deque()
+    Args:
+        copies: All of them.
+        watches: Whether sources may change meanwhile, which is then an error.
+
+    Raises:
+        InvalidShardingError: A tensor has no data, or does not fit its target.
+    """
+
+    def __init__(self, copies: Sequence[Copy], *, watches: bool = False) -> None:
+        """Check and cut; nothing is copied yet."""
+        self.jobs: list[_Job] = []
         self.on_devices: dict[torch.device, list[Copy]] = {}
-        self._watched = watched
+        self.watched = Watched()
+        self._watches = watches
+        self._small: list[Copy] = []
         self._batch: list[Copy] = []
         self._batch_nbytes = 0
+        with torch.no_grad():
+            for copy in copies:
+                self._add(copy)
+        self._end_batch()
 
-    def add(self, copy: Copy) -> None:
+    def begin(self) -> None:
+        """Note how the watched sources are now, and make the small copies."""
+        self.watched.note()
+        try:
+            copy_batch(self._small)
+        except RuntimeError:
+            for copy in self._small:
+                check_copy(copy)
+            raise
+
+    def _add(self, copy: Copy) -> None:
         nbytes, is_like_others = copy.target.nbytes, is_ordinary(copy)
         if is_like_others and nbytes <= _SMALL_NBYTES:
-            copy_small(copy)
+            self._small.append(copy)
             return
         check_copy(copy)
-        if self._watched is not None:
-            watched = Watched(copy)
-            self._watched.append(watched)
-            copy = watched.copy
+        if self._watches:
+            copy = self.watched.add(copy)
         if not copy.source.is_cpu:
             self.on_devices.setdefault(copy.source.device, []).append(copy)
         elif is_like_others and copy.target.numel() <= _BATCH_NUMEL:
@@ -287,21 +305,25 @@ class _Jobs:
             self._add_blocks(copy, nbytes)
         else:
             for target, source in pieces(copy):
-                self.waiting.append(partial(copy_piece, target, source, copy.name))
+                self.jobs.append(partial(copy_piece, target, source, copy.name))
 
-    def end_batch(self) -> None:
+    def _end_batch(self) -> None:
         if self._batch:
-            self.waiting.append(partial(copy_batch, self._batch))
+            self.jobs.append(partial(copy_batch, self._batch))
         self._batch, self._batch_nbytes = [], 0
 
     def _add_to_batch(self, copy: Copy, nbytes: int) -> None:
         self._batch.append(copy)
         self._batch_nbytes += nbytes
         if self._batch_nbytes >= BLOCK_NBYTES:
-            self.end_batch()
+            self._end_batch()
 
     def _add_blocks(self, copy: Copy, nbytes: int) -> None:
-        source, target = copy.source.data_ptr(), copy.target.data_ptr()
+        # The plan keeps the memory, not only its address.
+        job = partial(_move_block, copy)
         for position in range(0, nbytes, BLOCK_NBYTES):
-            size = min(BLOCK_NBYTES, nbytes - position)
-            self.waiting.append(partial(move, target + position, source + position, size))
+            self.jobs.append(partial(job, position, min(BLOCK_NBYTES, nbytes - position)))
+
+
+def _move_block(copy: Copy, position: int, nbytes: int) -> None:
+    move(copy.target.data_ptr() + position, copy.source.data_ptr() + position, nbytes)
