@@ -19,7 +19,9 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler
 from torch.utils.data import BatchSampler, IterableDataset
 
+from accelerate_dist_ckpt.lifetime import before_batch
 from accelerate_dist_ckpt.rng import host_state, set_host_state
+from dist_ckpt.errors import AsyncSaveError
 
 __all__ = ["restore_dataloader", "snapshot", "tracked_iteration"]
 
@@ -71,13 +73,13 @@ class _Epoch:
 
 
 def tracked_iteration(native: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    """Return an ``__iter__`` that notes where its epoch began."""
+    """Return an ``__iter__`` that notes where its epoch began, and raises failures of saves."""
 
     def iterate(self: Any) -> Iterator[Any]:
         epoch = _epoch_of(self)
         iterator = native(self)
         if epoch is None:
-            yield from iterator
+            yield from _with_polls(iterator)
             return
         this, nothing = object(), object()
         with epoch.beginning(self, this):
@@ -85,13 +87,24 @@ def tracked_iteration(native: Callable[[Any], Iterator[Any]]) -> Callable[[Any],
         try:
             if first is not nothing:
                 yield first
-                yield from iterator
-        except GeneratorExit:
+                yield from _with_polls(iterator)
+        except (GeneratorExit, AsyncSaveError):
             epoch.end(this, was_left=True)
             raise
         epoch.end(this, was_left=False)
 
     return iterate
+
+
+def _with_polls(iterator: Iterator[Any]) -> Iterator[Any]:
+    """Raise failures of saves before the next batch is taken, so that none is lost."""
+    while True:
+        before_batch()
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        yield batch
 
 
 def snapshot(loader: Any) -> dict[str, Any]:

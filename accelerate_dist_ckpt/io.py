@@ -22,9 +22,10 @@ OnUnsupported: TypeAlias = Literal["native", "raise"]
 class DistCkptIO:
     """How an Accelerator's checkpoints are written and read.
 
-    Register it with ``accelerator.register_checkpoint_io``. The first six arguments are the fields
-    of ``dist_ckpt.config.DistCkptConfig``; what is not given comes from the environment
+    Register it with ``accelerator.register_checkpoint_io``. All arguments but the last two are the
+    fields of ``dist_ckpt.config.DistCkptConfig``; what is not given comes from the environment
     (``DIST_CKPT_<FIELD>``), from the YAML file that ``DIST_CKPT_CONFIG`` names, or is the default.
+    It holds choices only: one may be registered with several Accelerators, pickled and copied.
 
     Args:
         enabled: Whether checkpoints are ours at all; False leaves Accelerate as it is.
@@ -33,6 +34,16 @@ class DistCkptIO:
         timeout_secs: How long ranks wait for each other before the missing ones are named.
         allow_pickle: Whether pickled values are loaded. They can run any code: trust the source.
         verify_sharding: Whether a save checks first that the shards cover every tensor once.
+        async_save: Whether training goes on while a checkpoint is written.
+        overlap: Whether parameters and optimizer state are copied under the next forward and
+            backward, too; the optimizer's step waits for the rest.
+        worker: Who writes in the background: a process of its own for each rank, or a thread.
+        max_in_flight: How many saves may be under way; the next waits.
+        staging_budget_mib: Most memory for a copy, in MiB, on each rank and for each save in
+            flight; None for what there is.
+        drain_timeout_secs: How long to wait at the end for what is in flight.
+        events_file: Where to append what happens to saves, as JSON lines.
+        log_metrics: Whether the trackers get stall, writing time and speed.
         on_unsupported: With DeepSpeed, Megatron-LM and XLA, which own their checkpoints:
             ``native`` leaves the call to Accelerate with a warning, ``raise`` refuses it.
         lone_rank_timeout_secs: How long rank 0 waits in ``save_state`` for the others before it
@@ -46,7 +57,7 @@ class DistCkptIO:
     on_unsupported: OnUnsupported
     lone_rank_timeout_secs: float
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each field
         self,
         *,
         enabled: bool | None = None,
@@ -55,6 +66,14 @@ class DistCkptIO:
         timeout_secs: float | None = None,
         allow_pickle: bool | None = None,
         verify_sharding: bool | None = None,
+        async_save: bool | None = None,
+        overlap: bool | None = None,
+        worker: Literal["process", "thread"] | None = None,
+        max_in_flight: int | None = None,
+        staging_budget_mib: int | None = None,
+        drain_timeout_secs: float | None = None,
+        events_file: str | None = None,
+        log_metrics: bool | None = None,
         on_unsupported: OnUnsupported = "native",
         lone_rank_timeout_secs: float = 30.0,
     ) -> None:
@@ -66,6 +85,14 @@ class DistCkptIO:
             "timeout_secs": timeout_secs,
             "allow_pickle": allow_pickle,
             "verify_sharding": verify_sharding,
+            "async_save": async_save,
+            "overlap": overlap,
+            "worker": worker,
+            "max_in_flight": max_in_flight,
+            "staging_budget_mib": staging_budget_mib,
+            "drain_timeout_secs": drain_timeout_secs,
+            "events_file": events_file,
+            "log_metrics": log_metrics,
         }
         self._choose(load_config(None, **fields), on_unsupported, lone_rank_timeout_secs)
 

@@ -13,8 +13,8 @@ from typing import Any
 from accelerate.accelerator import Accelerator
 
 from accelerate_dist_ckpt import naming
-from accelerate_dist_ckpt.io import DistCkptIO
 from accelerate_dist_ckpt.job import Job
+from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.state import FRAMEWORK, counts_problem, restore_foreign, restore_own
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.serialization import all_processes
@@ -25,7 +25,7 @@ __all__ = ["load_state"]
 
 def load_state(
     accelerator: Accelerator,
-    io: DistCkptIO,
+    registration: Registration,
     input_dir: Any,
     *,
     strict: bool = True,
@@ -33,9 +33,12 @@ def load_state(
 ) -> str | None:
     """Load a checkpoint, from whatever layout it was saved in. Collective.
 
+    Saves in flight end first, with what is queued behind them: it is found what would be there if
+    they had blocked.
+
     Args:
         accelerator: All of its objects are filled in place.
-        io: The choices.
+        registration: The IO and its saver.
         input_dir: The checkpoint; None for the newest with automatic naming.
         strict: Whether names that only one side has are an error.
         map_location: Accelerate's own; everything is loaded to where it lives in any case.
@@ -44,6 +47,7 @@ def load_state(
         None; or the directory, if a checkpoint of Accelerate's own stands there.
 
     Raises:
+        AsyncSaveError: A save in the background failed and nobody was told; nothing is loaded then.
         CheckpointNotFoundError: There is none; ``IncompleteCheckpointError`` if never committed.
         MismatchError: The checkpoint holds other models, optimizers or objects.
         UnsafeContentError: A value, mostly of a custom object, needs ``allow_pickle=True``.
@@ -53,6 +57,8 @@ def load_state(
             "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or "
             "`'on_device'`"
         )
+    registration.drain()
+    io = registration.io
     comm = all_processes(timeout_secs=io.config.timeout_secs)
     path, is_ours = comm.broadcast(
         "choosing the checkpoint to load", lambda: _choose(accelerator, input_dir)

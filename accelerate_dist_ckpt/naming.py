@@ -6,9 +6,10 @@ what stands in the directories. Only rank 0 looks at the disk; the others are to
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-import warnings
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +30,10 @@ __all__ = [
     "is_ours",
     "newest_checkpoint",
     "next_target",
-    "remove_oldest",
+    "pruner",
 ]
+
+logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 
@@ -53,15 +56,19 @@ def announced_target(accelerator: Accelerator, output_dir: Any) -> str:
     return str(os.path.abspath(output_dir))  # noqa: PTH100 - resolve() would follow a link
 
 
-def next_target(accelerator: Accelerator) -> Path:
+def next_target(accelerator: Accelerator, in_flight: Collection[Path]) -> Path:
     """Return the automatically named directory of the next save. Rank 0.
 
+    Args:
+        accelerator: Counts saves.
+        in_flight: Where saves in the background go.
+
     Raises:
-        ValueError: A checkpoint stands there; Accelerate's own error. What is left of a save that
-            never finished does not count.
+        ValueError: A checkpoint stands there, or will; Accelerate's own error. What is left of a
+            save that never finished does not count.
     """
     target = _folder(accelerator) / f"checkpoint_{accelerator.save_iteration}"
-    if is_checkpoint(target) or is_native(target):
+    if target in in_flight or is_checkpoint(target) or is_native(target):
         raise ValueError(
             f"Checkpoint directory {target} ({accelerator.save_iteration}) already exists. Please "
             "manually override `self.save_iteration` with what iteration to start with."
@@ -75,7 +82,7 @@ def newest_checkpoint(accelerator: Accelerator) -> Path:
     Raises:
         CheckpointNotFoundError: There is none.
     """
-    numbered = _numbered(accelerator)
+    numbered = _numbered(_folder(accelerator))
     for path in reversed(numbered):
         if is_checkpoint(path) or is_native(path):
             return path
@@ -84,20 +91,32 @@ def newest_checkpoint(accelerator: Accelerator) -> Path:
     )
 
 
-def remove_oldest(accelerator: Accelerator) -> None:
-    """Remove the lowest numbered checkpoints above ``total_limit``. Rank 0, after a commit.
+def pruner(accelerator: Accelerator) -> Callable[[], list[Path]] | None:
+    """Return what removes the lowest numbered checkpoints above ``total_limit``; None without one.
 
-    What was never finished neither counts nor is touched.
+    To be called on rank 0 when a save is committed, on any thread; it returns what it removed. What
+    is not finished at that time, a save in flight too, neither counts nor is touched.
     """
     limit = cast("int | None", accelerator.project_configuration.total_limit)
     if limit is None:
-        return
-    finished = [path for path in _numbered(accelerator) if _is_finished(path)]
-    for path in finished[: max(0, len(finished) - max(1, limit))]:
-        try:
-            remove_checkpoint(path)
-        except OSError as error:  # the new checkpoint is safe: an old one too many is no failure
-            warnings.warn(f"{path} could not be removed: {error}.", stacklevel=4)
+        return None
+    folder, kept = _folder(accelerator), max(1, limit)
+
+    def prune() -> list[Path]:
+        finished = [path for path in _numbered(folder) if _is_finished(path)]
+        return [path for path in finished[:-kept] if _is_removed(path)]
+
+    return prune
+
+
+def _is_removed(path: Path) -> bool:
+    try:
+        remove_checkpoint(path)
+    except (OSError, CheckpointingException) as error:
+        # The new checkpoint is safe: an old one too many is no failure.
+        logger.warning("%s could not be removed: %s", path, error)
+        return False
+    return True
 
 
 def is_native(path: Path) -> bool:
@@ -137,8 +156,7 @@ def _folder(accelerator: Accelerator) -> Path:
     return Path(os.path.abspath(project_dir)) / "checkpoints"  # noqa: PTH100 - same
 
 
-def _numbered(accelerator: Accelerator) -> list[Path]:
-    folder = _folder(accelerator)
+def _numbered(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = {

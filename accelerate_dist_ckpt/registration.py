@@ -9,10 +9,12 @@ instances that hold an IO, so that subclasses and their ``super()`` chains work 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -22,6 +24,7 @@ from accelerate.utils.dataclasses import DistributedType
 
 from accelerate_dist_ckpt.dataloaders import tracked_iteration
 from accelerate_dist_ckpt.io import DistCkptIO
+from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.loading import load_state
 from accelerate_dist_ckpt.saving import save_state
 from dist_ckpt.errors import ConfigError
@@ -39,14 +42,26 @@ _OWN_FORMAT: Final = frozenset(
 class CheckpointIOHandle:
     """Undoes one registration; a context manager that does so at its end."""
 
-    def __init__(self, target: Accelerator, io: DistCkptIO) -> None:
+    def __init__(self, target: Accelerator, registration: Registration) -> None:
         """Remember both; the target is not kept alive."""
-        self._target, self._io = weakref.ref(target), io
+        self._target, self._registration = weakref.ref(target), registration
 
     def remove(self) -> None:
-        """Give the Accelerator its native checkpoints back. Calling it again does nothing."""
+        """Give the Accelerator its native checkpoints back. Calling it again does nothing.
+
+        What is being saved in the background ends first.
+
+        Raises:
+            AsyncSaveError: A save failed and nobody was told; the registration is removed then,
+                too.
+            BarrierTimeoutError: What is in flight takes longer than ``drain_timeout_secs``.
+        """
+        self._forget()
+        self._registration.close()
+
+    def _forget(self) -> None:
         target = self._target()
-        if target is not None and vars(target).get(_IO) is self._io:
+        if target is not None and vars(target).get(_IO) is self._registration:
             del vars(target)[_IO]
 
     def __enter__(self) -> Self:
@@ -59,14 +74,16 @@ class CheckpointIOHandle:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove the registration."""
-        self.remove()
+        """Remove the registration; beside an error, what failed is only logged."""
+        self._forget()
+        self._registration.close_beside(error)
 
 
 def register_checkpoint_io(target: Accelerator, io: DistCkptIO) -> CheckpointIOHandle:
     """Let ``target.save_state`` and ``target.load_state`` write and read our checkpoints.
 
-    An IO that was registered before is replaced. With ``enabled=False`` nothing happens at all.
+    An IO that was registered before is replaced, when its saves have ended. With ``enabled=False``
+    nothing happens at all. With ``async_save`` the worker is started.
 
     Args:
         target: The Accelerator; before or after ``prepare``.
@@ -74,6 +91,7 @@ def register_checkpoint_io(target: Accelerator, io: DistCkptIO) -> CheckpointIOH
 
     Raises:
         ConfigError: ``target`` is no Accelerator, or ``io`` no DistCkptIO.
+        AsyncSaveError: A save of the IO before failed and nobody was told; that IO stays.
     """
     if not isinstance(target, Accelerator):
         raise ConfigError(
@@ -83,10 +101,16 @@ def register_checkpoint_io(target: Accelerator, io: DistCkptIO) -> CheckpointIOH
         raise ConfigError(
             f"register_checkpoint_io() takes a DistCkptIO, found a {type(io).__name__}."
         )
+    registration = Registration(io)
     if io.config.enabled:
         _install()
-        vars(target)[_IO] = io
-    return CheckpointIOHandle(target, io)
+        older: Registration | None = vars(target).get(_IO)
+        if older is not None:
+            older.close()
+        vars(target)[_IO] = registration
+        if target.distributed_type not in _OWN_FORMAT:
+            registration.start(target)
+    return CheckpointIOHandle(target, registration)
 
 
 def attach_method() -> None:
@@ -98,6 +122,11 @@ def attach_method() -> None:
 def _install() -> None:
     _replace(Accelerator, "save_state", _dispatched_save)
     _replace(Accelerator, "load_state", _dispatched_load)
+    _replace(Accelerator, "backward", _dispatched_backward)
+    _replace(Accelerator, "log", _dispatched_log)
+    _replace(Accelerator, "join_uneven_inputs", _dispatched_join)
+    _replace(Accelerator, "end_training", _dispatched_end)
+    _replace(Accelerator, "free_memory", _dispatched_end)
     for cls in (DataLoaderShard, DataLoaderDispatcher):
         _replace(cls, "__iter__", tracked_iteration)
 
@@ -115,10 +144,10 @@ def _replace(
 
 def _dispatched_save(native: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch(self: Accelerator, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        io = _active_io(self)
-        if io is None:
+        registration = _active(self)
+        if registration is None:
             return native(self, output_dir, *args, **kwargs)
-        return save_state(self, io, output_dir)
+        return save_state(self, registration, output_dir)
 
     return dispatch
 
@@ -127,10 +156,10 @@ def _dispatched_load(native: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch(
         self: Accelerator, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any
     ) -> Any:
-        io = _active_io(self)
-        if io is None:
+        registration = _active(self)
+        if registration is None:
             return native(self, input_dir, load_kwargs, **kwargs)
-        found = load_state(self, io, input_dir, **kwargs)
+        found = load_state(self, registration, input_dir, **kwargs)
         if found is not None:  # a checkpoint of Accelerate's own
             native(self, found, load_kwargs, **kwargs)
         return None
@@ -138,13 +167,66 @@ def _dispatched_load(native: Callable[..., Any]) -> Callable[..., Any]:
     return dispatch
 
 
-def _active_io(accelerator: Accelerator) -> DistCkptIO | None:
-    """Return the IO that serves this call; None if it is Accelerate's own business."""
-    io: DistCkptIO | None = vars(accelerator).get(_IO)
-    if io is None or accelerator.distributed_type not in _OWN_FORMAT:
-        return io
+def _dispatched_backward(native: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        registration = _registered(self)
+        if registration is not None:  # before the gradients meet: then no rank waits for another
+            registration.before_backward(self)
+        return native(self, *args, **kwargs)
+
+    return dispatch
+
+
+def _dispatched_log(native: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch(
+        self: Accelerator, values: Any, step: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        registration = _registered(self)
+        if registration is not None and step is not None:
+            registration.step = step  # trackers refuse to go back
+        return native(self, values, step, *args, **kwargs)
+
+    return dispatch
+
+
+def _dispatched_join(native: Callable[..., Any]) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def dispatch(self: Accelerator, *args: Any, **kwargs: Any) -> Iterator[None]:
+        registration = _registered(self)
+        quiet = contextlib.nullcontext() if registration is None else registration.uneven()
+        with native(self, *args, **kwargs), quiet:
+            yield
+
+    return dispatch
+
+
+def _dispatched_end(native: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method of the end wait for saves in flight; it is done even if one of them failed."""
+
+    def dispatch(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        registration = _registered(self)
+        try:
+            if registration is not None:
+                registration.close_beside(sys.exception())
+        finally:
+            result = native(self, *args, **kwargs)
+        return result
+
+    return dispatch
+
+
+def _registered(accelerator: Accelerator) -> Registration | None:
+    registration: Registration | None = vars(accelerator).get(_IO)
+    return registration
+
+
+def _active(accelerator: Accelerator) -> Registration | None:
+    """Return what serves this call; None if it is Accelerate's own business."""
+    registration = _registered(accelerator)
+    if registration is None or accelerator.distributed_type not in _OWN_FORMAT:
+        return registration
     name = accelerator.distributed_type.value
-    if io.on_unsupported == "raise":
+    if registration.io.on_unsupported == "raise":
         raise ConfigError(
             f"{name} writes checkpoints of its own, which DistCkptIO cannot replace.",
             hint="on_unsupported='native' leaves them to Accelerate.",

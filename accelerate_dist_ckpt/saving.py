@@ -3,6 +3,10 @@
 Here: the order of these steps. Not here: their content (``state``, ``naming``, ``attendance``, and
 ``dist_ckpt``). Called on every rank; whatever fails on one is raised on all, and then the
 Accelerator is as it was before.
+
+A save in the background goes through the same steps; writing, pruning and the removal of what is
+temporary come after the return. When it fails, its number is spent: a later save never gets the
+name of an earlier one.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +24,11 @@ from accelerate.accelerator import Accelerator
 
 from accelerate_dist_ckpt import naming
 from accelerate_dist_ckpt.attendance import Attendance, attend
-from accelerate_dist_ckpt.io import DistCkptIO
 from accelerate_dist_ckpt.job import Job, canonical, is_sharded, own_tensors
+from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.state import FRAMEWORK, common_state, rank_state
+from dist_ckpt.background import BackgroundSaver
+from dist_ckpt.errors import ConfigError
 from dist_ckpt.serialization import all_processes, single_process
 from dist_ckpt.training_state import TrainingState, save_training_state
 from dist_ckpt.types import Communicator, StateDict
@@ -61,16 +67,19 @@ class _Collected:
     weights: Mapping[int, Mapping[str, torch.Tensor] | None]
 
 
-def save_state(accelerator: Accelerator, io: DistCkptIO, output_dir: Any) -> Path:
+def save_state(accelerator: Accelerator, registration: Registration, output_dir: Any) -> Path:
     """Save all of a job's state as one checkpoint. Collective.
 
-    Under DDP it may be called on rank 0 alone, as natively, with a warning.
+    With ``async_save`` it returns when the state may change; the checkpoint is there when all ranks
+    have written it. Under DDP it may be called on rank 0 alone, as natively, with a warning; such a
+    save blocks, and comes after those in flight.
 
     Raises:
         CheckpointingException: On every rank, whatever failed on any; nothing is changed then.
-        ValueError: The automatically named checkpoint exists.
+        AsyncSaveError: A save in the background before this one failed; this one does not begin.
+        ValueError: The automatically named checkpoint exists, or is being written.
     """
-    job = Job.of(accelerator)
+    io, job = registration.io, Job.of(accelerator)
     announced = naming.announced_target(accelerator, output_dir)
     attendance = attend(
         announced,
@@ -81,26 +90,40 @@ def save_state(accelerator: Accelerator, io: DistCkptIO, output_dir: Any) -> Pat
     _warn(accelerator, attendance, announced)
     if attendance == "late":
         return Path(announced)
-    comm = (
-        single_process()
-        if attendance == "alone"
-        else all_processes(timeout_secs=io.config.timeout_secs)
-    )
+    if attendance == "alone":
+        registration.drain()
+        saver, comm = None, single_process()
+    else:
+        saver = registration.saver(accelerator)
+        comm = all_processes(timeout_secs=io.config.timeout_secs)
+    in_flight = () if saver is None else saver.in_flight
     plan = comm.map_reduce(
         "opening a save",
-        lambda: bool(job.save_hooks),
-        lambda hooks: _open(accelerator, Path(announced), has_hooks=any(hooks)),
+        lambda: (bool(job.save_hooks), saver is not None),
+        lambda ranks: _open(accelerator, Path(announced), in_flight, ranks),
     )
+    discard = _remover(plan.hooks_dir if comm.rank == 0 else None)
     try:
         state = _training_state(accelerator, job, plan, comm)
         options = io.save_options(staging_dir=plan.staging_dir, include_dir=plan.hooks_dir)
-        save_training_state(plan.target, state, options=options, communicator=comm)
-    finally:
-        if plan.hooks_dir is not None and comm.rank == 0:
-            shutil.rmtree(plan.hooks_dir, ignore_errors=True)
+        save_training_state(
+            plan.target,
+            state,
+            options=options,
+            communicator=comm,
+            saver=saver,
+            on_settled=lambda _: discard(),
+        )
+    except BaseException:
+        discard()
+        raise
     accelerator.project_configuration.iteration = plan.iteration + 1
-    if naming.is_automatic(accelerator) and comm.rank == 0:
-        naming.remove_oldest(accelerator)
+    if saver is None:
+        discard()
+    else:
+        registration.has_saved()
+    if comm.rank == 0:
+        _prune(accelerator, saver)
     return plan.target
 
 
@@ -130,10 +153,30 @@ def _warn(accelerator: Accelerator, attendance: Attendance, target: str) -> None
         )
 
 
-def _open(accelerator: Accelerator, announced: Path, *, has_hooks: bool) -> _Plan:
-    """Choose the directories and make the one for hooks. Rank 0."""
+def _open(
+    accelerator: Accelerator,
+    announced: Path,
+    in_flight: Collection[Path],
+    ranks: Sequence[tuple[bool, bool]],
+) -> _Plan:
+    """Choose the directories and make the one for hooks. Rank 0.
+
+    Args:
+        accelerator: Rank 0's.
+        announced: Where to save, or the folder of numbered checkpoints.
+        in_flight: Where saves in the background go.
+        ranks: Of each rank, whether it has hooks, and whether it saves in the background.
+    """
+    has_hooks = any(hooks for hooks, _ in ranks)
+    in_background = [rank for rank, (_, is_async) in enumerate(ranks) if is_async]
+    if in_background and len(in_background) < len(ranks):
+        raise ConfigError(
+            f"async_save is on for {len(in_background)} of {len(ranks)} ranks only, for rank "
+            f"{in_background[0]} among them.",
+            hint="give all ranks the same arguments, environment and YAML.",
+        )
     automatic = naming.is_automatic(accelerator)
-    target = naming.next_target(accelerator) if automatic else announced
+    target = naming.next_target(accelerator, in_flight) if automatic else announced
     staging_dir = announced.parent
     hooks_dir = None
     if has_hooks:
@@ -145,6 +188,32 @@ def _open(accelerator: Accelerator, announced: Path, *, has_hooks: bool) -> _Pla
         hooks_dir=hooks_dir,
         iteration=accelerator.save_iteration,
     )
+
+
+def _prune(accelerator: Accelerator, saver: BackgroundSaver | None) -> None:
+    """Remove what is above ``total_limit``, if a save is committed; now, or when it is. Rank 0."""
+    prune = naming.pruner(accelerator) if naming.is_automatic(accelerator) else None
+    if prune is None:
+        return
+    if saver is None:
+        prune()
+        return
+
+    def remove() -> None:
+        for path in prune():
+            saver.pruned(path, "above total_limit")
+
+    saver.after_commit(remove, what="removing checkpoints above total_limit")
+
+
+def _remover(directory: Path | None) -> Callable[[], None]:
+    """Return what removes a directory, if there is one; it may be called again, on any thread."""
+
+    def remove() -> None:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    return remove
 
 
 def _training_state(

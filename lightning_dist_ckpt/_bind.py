@@ -14,6 +14,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.errors import ConfigError
+from lightning_dist_ckpt._fit_saves import FitSaves
 from lightning_dist_ckpt._overrides import Binding, bound_class
 from lightning_dist_ckpt.io import DistCkptIO
 
@@ -28,8 +29,14 @@ _SUPPORTED = frozenset(
 _UNSUPPORTED = frozenset({"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"})
 
 
-def bind(trainer: Any) -> None:
+def bind(trainer: Any, callback: Any = None) -> None:
     """Let a Trainer that has an enabled DistCkptIO save and load collectively; else do nothing.
+
+    If it is about to fit, and saves shall go on in the background, they can from now on.
+
+    Args:
+        trainer: The Trainer.
+        callback: Ours.
 
     Raises:
         ConfigError: Its strategy is not supported.
@@ -39,17 +46,41 @@ def bind(trainer: Any) -> None:
     io = chain[-1] if chain else None
     if not isinstance(io, DistCkptIO) or not io.config.enabled:
         return
-    if isinstance(getattr(strategy, "dist_ckpt_binding", None), Binding):
-        return
-    _check_supported(type(strategy))
-    if len(chain) > 1:
-        warnings.warn(
-            f"{type(chain[0]).__name__} around DistCkptIO has no effect: saving is collective and "
-            "goes past it.",
-            stacklevel=2,
+    if not isinstance(getattr(strategy, "dist_ckpt_binding", None), Binding):
+        _check_supported(type(strategy))
+        if len(chain) > 1:
+            _warn_of_wrapper(chain[0], io)
+        strategy.dist_ckpt_binding = Binding(io=io)
+        strategy.__class__ = bound_class(type(strategy))
+    if io.config.async_save and trainer.state.fn == "fit":
+        _begin_saves(trainer, io, callback)
+
+
+def _begin_saves(trainer: Any, io: DistCkptIO, callback: Any) -> None:
+    binding: Binding = trainer.strategy.dist_ckpt_binding
+    if binding.saves is not None:  # an exception has left a fit without its teardown
+        binding.saves.interrupted(SystemExit())
+        binding.saves.close()
+    binding.saves = FitSaves(trainer, io)
+    if io.config.overlap and callback in trainer.callbacks:
+        # Copies must end before another callback exchanges weights.
+        others = [one for one in trainer.callbacks if one is not callback]
+        trainer.callbacks = [callback, *others]
+
+
+def _warn_of_wrapper(wrapper: Any, io: DistCkptIO) -> None:
+    name = type(wrapper).__name__
+    hint = ""
+    if "Async" in name:
+        hint = (
+            " It saves in the background already."
+            if io.config.async_save
+            else " Use DistCkptIO(async_save=True) to save in the background."
         )
-    strategy.dist_ckpt_binding = Binding(io=io)
-    strategy.__class__ = bound_class(type(strategy))
+    warnings.warn(
+        f"{name} around DistCkptIO has no effect: saving is collective and goes past it.{hint}",
+        stacklevel=3,
+    )
 
 
 def _plugins(strategy: Any) -> Iterator[Any]:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from dist_ckpt.types import PathLike, StateDict
+    from lightning_dist_ckpt._fit_saves import FitSaves
     from lightning_dist_ckpt.io import DistCkptIO
 
 __all__ = ["Binding", "bound_class"]
@@ -56,11 +57,13 @@ class Binding:
         io: The plugin.
         restores: Whether we restore the checkpoint that was opened last; else Lightning does.
         resumed_from: What it is called without links.
+        saves: Those of the fit that is running, if they go on in the background.
     """
 
     io: DistCkptIO
     restores: bool = False
     resumed_from: Path | None = None
+    saves: FitSaves | None = None
 
 
 class LiveOptimizerState(dict[str, Any]):
@@ -102,9 +105,12 @@ _OVERRIDDEN = frozenset(
         "load_checkpoint",
         "load_model_state_dict",
         "load_optimizer_state_dict",
+        "on_train_end",
+        "on_train_start",
         "optimizer_state",
         "remove_checkpoint",
         "save_checkpoint",
+        "teardown",
     }
 )
 
@@ -173,7 +179,10 @@ class _Overrides:
             first if by_rank_0 else edits().summary,
             only_rank_0=by_rank_0,
         )
-        save_training_state(target, state, options=binding.io.save_options(target))
+        if binding.saves is not None:
+            binding.saves.save(target, state)
+        else:
+            save_training_state(target, state, options=binding.io.save_options(target))
 
     def remove_checkpoint(self: Any, filepath: PathLike) -> None:
         """Remove a checkpoint on rank 0, but not the one that was resumed from through a link."""
@@ -182,7 +191,12 @@ class _Overrides:
             return
         # ModelCheckpoint spares what `trainer.ckpt_path` names, but does not look through links.
         resumed = self.lightning_module.trainer.ckpt_path and binding.resumed_from
-        if not resumed or Path(filepath).resolve() != resumed:
+        if resumed and Path(filepath).resolve() == resumed:
+            return
+        if binding.saves is not None:
+            remove = functools.partial(binding.io.remove_checkpoint, filepath)
+            binding.saves.remove(filepath, remove)
+        else:
             binding.io.remove_checkpoint(filepath)
 
     # -- load
@@ -200,6 +214,8 @@ class _Overrides:
     ) -> dict[str, Any]:
         """Open a checkpoint with all ranks and return Lightning's dict. Collective."""
         binding: Binding = self.dist_ckpt_binding
+        if binding.saves is not None:
+            binding.saves.drain()  # what it names may be in flight
         found = str(checkpoint_path)
         found, stock = self.broadcast((found, is_stock(found)))
         path, sharded = Path(found), bool(self.restore_checkpoint_after_setup)
@@ -255,6 +271,30 @@ class _Overrides:
             else:
                 _stock(self).load_optimizer_state_dict({"optimizer_states": states})
                 return
+
+    # -- the course of a fit
+
+    def on_train_start(self: Any) -> None:
+        """From now on, saves go on in the background."""
+        _stock(self).on_train_start()
+        if self.dist_ckpt_binding.saves is not None:
+            self.dist_ckpt_binding.saves.is_training = True
+
+    def on_train_end(self: Any) -> None:
+        """Wait for saves in flight, after the callbacks' last ones. Collective then."""
+        _stock(self).on_train_end()
+        if self.dist_ckpt_binding.saves is not None:
+            self.dist_ckpt_binding.saves.finish()
+
+    def teardown(self: Any) -> None:
+        """End what saves in the background, before the model leaves its place."""
+        binding: Binding = self.dist_ckpt_binding
+        saves, binding.saves = binding.saves, None
+        try:
+            if saves is not None:
+                saves.close()
+        finally:
+            _stock(self).teardown()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,12 +56,23 @@ class DistCkptIO(CheckpointIO):
         timeout_secs: How long ranks wait for each other before the missing ones are named.
         allow_pickle: Whether pickled values are loaded. They can run any code: trust the source.
         verify_sharding: Whether a save checks first that the shards cover every tensor once.
+        async_save: Whether training goes on while a checkpoint is written.
+        overlap: Whether parameters and optimizer state are copied under the next forward and
+            backward, too; the optimizer's step waits for the rest.
+        worker: Who writes in the background: a process of its own for each rank, or a thread.
+        max_in_flight: How many saves may be under way; the next waits.
+        staging_budget_mib: Most memory for a copy, in MiB, on each rank and for each save in
+            flight; what is larger is streamed through it.
+        drain_timeout_secs: How long the end of a fit waits for what is in flight.
+        events_file: Where to append what happens to saves, as JSON lines; ranks other than 0 put
+            their number into the name.
+        log_metrics: Whether the Trainer's loggers get stall, writing time and speed.
 
     Raises:
         ConfigError: A value is wrong, wherever it comes from.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one for each field of the configuration
         self,
         *,
         enabled: bool | None = None,
@@ -70,6 +81,14 @@ class DistCkptIO(CheckpointIO):
         timeout_secs: float | None = None,
         allow_pickle: bool | None = None,
         verify_sharding: bool | None = None,
+        async_save: bool | None = None,
+        overlap: bool | None = None,
+        worker: Literal["process", "thread"] | None = None,
+        max_in_flight: int | None = None,
+        staging_budget_mib: int | None = None,
+        drain_timeout_secs: float | None = None,
+        events_file: str | None = None,
+        log_metrics: bool | None = None,
     ) -> None:
         """Load the configuration."""
         super().__init__()
@@ -80,6 +99,14 @@ class DistCkptIO(CheckpointIO):
             timeout_secs=timeout_secs,
             allow_pickle=allow_pickle,
             verify_sharding=verify_sharding,
+            async_save=async_save,
+            overlap=overlap,
+            worker=worker,
+            max_in_flight=max_in_flight,
+            staging_budget_mib=staging_budget_mib,
+            drain_timeout_secs=drain_timeout_secs,
+            events_file=events_file,
+            log_metrics=log_metrics,
         )
         self._announce()
 

@@ -206,8 +206,12 @@ class BackgroundSaver:
             except CheckpointingException:
                 continue  # told by `poll`
 
-    def close(self) -> None:
+    def close(self, *, timeout_secs: float | None = None) -> None:
         """Drain, then end worker, threads and memory; again does nothing.
+
+        Args:
+            timeout_secs: How long to wait for what is in flight; the drain time-out of the options
+                if None.
 
         Raises:
             AsyncSaveError: A save failed and nobody was told; all is closed then, too.
@@ -217,17 +221,17 @@ class BackgroundSaver:
             return
         self._closed = True
         try:
-            self.drain()
+            self.drain(timeout_secs=timeout_secs)
         finally:
             self._unregister()
-            self._release()
+            self._release(_CLOSE_SECS if timeout_secs is None else min(_CLOSE_SECS, timeout_secs))
 
-    def _release(self) -> None:
+    def _release(self, timeout_secs: float) -> None:
         if self._guard is not None:
             self._guard.remove()
         self.descriptions.forget()
         if self._worker is not None:
-            self._worker.close(_CLOSE_SECS)  # after that no save is open any more
+            self._worker.close(timeout_secs)  # after that no save is open any more
         self._settler.close(_CLOSE_SECS)
         if self._copier is not None:
             self._copier.close()
@@ -452,13 +456,30 @@ def saver_of(
 
 
 def _guard(saver: BackgroundSaver) -> Any:
-    """Let every optimizer's step wait for copies of this saver; return the hook's handle."""
+    """Let every optimizer's step wait for copies of this saver; return the hook's handle.
+
+    Optimizers of torch call the closure that a step is given before they change anything: then
+    the wait comes behind it, as forward and backward are in there.
+    """
     reference = weakref.ref(saver)
 
-    def before_step(*_: Any) -> None:
+    def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         found = reference()
-        if found is not None:
+        if found is None:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None or not f"{type(optimizer).__module__}.".startswith("torch.optim."):
             found.finish_staging()
+            return None
+
+        def and_wait() -> Any:
+            result = closure()
+            found.finish_staging()
+            return result
+
+        if len(args) > 1:
+            return (args[0], and_wait, *args[2:]), kwargs
+        return args, {**kwargs, "closure": and_wait}
 
     return register_optimizer_step_pre_hook(before_step)
 

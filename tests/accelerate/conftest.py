@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from accelerate_dist_ckpt.lifetime import _OPEN
 from tests.accelerate._jobs import reset
+from tests.accelerate._traces import traces
 
 
 @pytest.fixture(autouse=True)
@@ -16,3 +18,15 @@ def _no_singletons(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     reset()
     yield
     reset()
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """A test ends its savers: no process, thread, socket or memory stays."""
+    before = traces()
+    yield
+    after, left = traces(), tuple(_OPEN)
+    for registration in left:  # or the next test would fail, too
+        registration.close_beside(RuntimeError("a test left it"))
+    assert not left
+    assert after == before

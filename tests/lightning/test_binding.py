@@ -95,10 +95,16 @@ def test_unsupported_strategies(tmp_path: Path) -> None:
         bind(Owner())
 
 
-def test_plugins_around_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("async_save", "hint"),
+    [(False, "Use DistCkptIO.async_save=True."), (True, "in the background already")],
+)
+def test_plugins_around_it(tmp_path: Path, hint: str, *, async_save: bool) -> None:
     """A wrapping plugin is gone past, and that is said."""
-    trainer = make_trainer("single", tmp_path, plugins=[AsyncCheckpointIO(DistCkptIO())])
-    with pytest.warns(UserWarning, match="AsyncCheckpointIO around DistCkptIO has no effect"):
+    io = DistCkptIO(async_save=async_save, worker="thread")
+    trainer = make_trainer("single", tmp_path, plugins=[AsyncCheckpointIO(io)])
+    expected = f"AsyncCheckpointIO around DistCkptIO has no effect.*{hint}"
+    with pytest.warns(UserWarning, match=expected):
         trainer.fit(Tiny(), loader())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert is_checkpoint(tmp_path / "x.ckpt")
@@ -120,6 +126,7 @@ def test_bad_targets(tmp_path: Path) -> None:
 def test_the_other_name_of_lightning(run: Path, tmp_path: Path) -> None:
     """``pytorch_lightning`` has classes of its own, and works the same."""
     import pytorch_lightning as pl
+    from pytorch_lightning.callbacks import ModelCheckpoint
 
     class Small(pl.LightningModule):
         def __init__(self) -> None:
@@ -134,9 +141,10 @@ def test_the_other_name_of_lightning(run: Path, tmp_path: Path) -> None:
 
     def trainer(steps: int) -> Any:
         return pl.Trainer(
-            accelerator="cpu", devices=1, plugins=[DistCkptIO()], max_steps=steps, logger=False,
-            default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False,
+            accelerator="cpu", devices=1, max_steps=steps, logger=False, default_root_dir=tmp_path,
+            enable_progress_bar=False, enable_model_summary=False,
+            plugins=[DistCkptIO(async_save=steps > 3, worker="thread")],
+            callbacks=[ModelCheckpoint(tmp_path / f"{steps}", "{step}", save_last="link")],
         )  # fmt: skip
 
     first = trainer(3)
@@ -146,5 +154,8 @@ def test_the_other_name_of_lightning(run: Path, tmp_path: Path) -> None:
     again.fit(module := Small(), loader(), ckpt_path=tmp_path / "pl.ckpt")
 
     assert again.global_step == 6
+    assert names(tmp_path / "6") == {"step=6.ckpt", "last.ckpt"}
+    assert type(again.checkpoint_callback) is ModelCheckpoint
+    assert is_checkpoint(tmp_path / "6" / "last.ckpt")
     assert is_checkpoint(tmp_path / "pl.ckpt")
     assert load_module(Small, tmp_path / "pl.ckpt").net.weight.shape == module.net.weight.shape

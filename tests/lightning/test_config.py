@@ -91,7 +91,10 @@ trainer:
   default_root_dir: {tmp_path}
   plugins:
     - class_path: lightning_dist_ckpt.DistCkptIO
-      init_args: {{enabled: {enabled}, timeout_secs: 30, backend: torch_dist}}
+      init_args:
+        {{enabled: {enabled}, timeout_secs: 30, backend: torch_dist, async_save: true,
+         worker: thread, max_in_flight: 2, drain_timeout_secs: 60, staging_budget_mib: 64,
+         events_file: {tmp_path}/events.jsonl}}
   callbacks:
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
       init_args: {{dirpath: {tmp_path}, filename: one}}
@@ -101,6 +104,7 @@ trainer:
 
     assert is_checkpoint(tmp_path / "one.ckpt") is (enabled == "true")
     assert (tmp_path / "one.ckpt").is_dir() is (enabled == "true")
+    assert (tmp_path / "events.jsonl").exists() is (enabled == "true")  # only background saves tell
 
 
 def test_lightning_cli_flags(tmp_path: Path) -> None:
@@ -115,11 +119,15 @@ def test_lightning_cli_flags(tmp_path: Path) -> None:
             f"--trainer.default_root_dir={tmp_path}",
             "--trainer.plugins+=lightning_dist_ckpt.DistCkptIO",
             "--trainer.plugins.thread_count=7",
+            "--trainer.plugins.async_save=true",
+            "--trainer.plugins.overlap=true",
         ],
     )
     io = cli.trainer.strategy.checkpoint_io
     assert isinstance(io, DistCkptIO)
     assert io.config.thread_count == 7
+    assert io.config.async_save
+    assert io.config.overlap
 
 
 @pytest.mark.parametrize(

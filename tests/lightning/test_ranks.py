@@ -18,6 +18,7 @@ from dist_ckpt.derive import model_layout
 from dist_ckpt.training_state import is_checkpoint
 from lightning_dist_ckpt import load_module
 from lightning_dist_ckpt._document import model_values
+from tests.lightning._flight import make_async
 from tests.lightning._training import (
     LAYOUTS,
     Tiny,
@@ -45,8 +46,8 @@ def train_until(rank: int, world_size: int, layout: str, root: str, accident: st
     trainer = make_trainer(layout, root, max_steps=3, callbacks=[every_3_steps(root)])
     trainer.fit(Tiny(), loader(layout))
     trainer = make_trainer(layout, root, max_steps=9, callbacks=[every_3_steps(root)])
-    what = {"killed": kill, "full": fail if rank == 1 else saving._write}[accident]
-    with mock.patch.object(saving, "_write", what):
+    what = {"killed": kill, "full": fail if rank == 1 else saving.write_part}[accident]
+    with mock.patch.object(saving, "write_part", what):
         trainer.fit(Tiny(), loader(layout), ckpt_path=Path(root, "step=3.ckpt"))
     return trainer.global_step
 
@@ -199,11 +200,9 @@ def test_hooks_edit_a_sharded_model(tmp_path: Path, layout: str) -> None:
 
 
 def test_spawned_ranks(tmp_path: Path) -> None:
-    """The launcher sends the Trainer to new processes, and the weights back."""
+    """The launcher sends the Trainer to new processes, in whose background it saves."""
     checkpoint = every_3_steps(tmp_path)
-    trainer = make_trainer(
-        "ddp", tmp_path, strategy="ddp_spawn", max_steps=3, callbacks=[checkpoint]
-    )
+    trainer = make_async("ddp", tmp_path, strategy="ddp_spawn", max_steps=3, callbacks=[checkpoint])
     trainer.fit(model := Tiny(), loader("ddp"))
 
     assert checkpoint.best_model_path == str(tmp_path / "step=3.ckpt")

@@ -142,7 +142,8 @@ def test_names_of_slurm(run: Path, tmp_path: Path) -> None:
     assert again._checkpoint_connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_2.ckpt")
 
 
-def test_learning_rate_finder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("async_save", [False, True], ids=["waiting", "background"])
+def test_learning_rate_finder(tmp_path: Path, *, async_save: bool) -> None:
     """Its temporary checkpoint is restored and removed."""
 
     class Tuned(Tiny):
@@ -152,7 +153,10 @@ def test_learning_rate_finder(tmp_path: Path) -> None:
             return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     finder = LearningRateFinder(num_training_steps=5, early_stop_threshold=None)
-    trainer = make_trainer("single", tmp_path, callbacks=[finder], enable_checkpointing=False)
+    io = DistCkptIO(async_save=async_save, worker="thread", timeout_secs=60)
+    trainer = make_trainer(
+        "single", tmp_path, plugins=[io], callbacks=[finder], enable_checkpointing=False
+    )
     trainer.fit(model := Tuned(), loader(batches=6))
 
     assert finder.optimal_lr is not None

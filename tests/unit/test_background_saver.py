@@ -22,7 +22,12 @@ from dist_ckpt import SaveOptions, ShardedTensor, load_plain_tensors
 from dist_ckpt.background import BackgroundOptions, BackgroundSaver
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError, ConfigError, WorkerDiedError
 from dist_ckpt.events import Committed, Failed, SaveStarted, Staged, Written
-from dist_ckpt.training_state import is_checkpoint, save_training_state
+from dist_ckpt.training_state import (
+    CheckpointView,
+    TrainingState,
+    is_checkpoint,
+    save_training_state,
+)
 from tests.faults._background import Job, Told, same_bits, worker_pid
 from tests.faults._leaks import hidden_entries, no_leaks
 
@@ -642,3 +647,31 @@ def test_options_that_cannot_work_are_refused(name: str) -> None:
     """By name, when they are made."""
     with pytest.raises(ConfigError, match=name):
         BackgroundOptions(**WRONG[name])
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_step_with_a_closure_waits_behind_it(tmp_path: Path, positional: bool) -> None:
+    """Forward and backward in the closure go on under the copy; the change does not."""
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    order: list[str] = []
+    with BackgroundSaver(BackgroundOptions(worker="thread", overlap=True)) as saver:
+        saved = model.weight.detach().clone()
+        state = TrainingState(models=[model], optimizers=[optimizer])
+        save_training_state(tmp_path / "c", state, saver=saver)
+        finish = saver.finish_staging
+        saver.finish_staging = lambda: (order.append("waited"), finish())[-1]  # type: ignore[method-assign]
+
+        def closure() -> torch.Tensor:
+            order.append("closure")
+            loss = model(torch.ones(1, 300)).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure) if positional else optimizer.step(closure=closure)
+        saver.wait()
+
+    assert order == ["closure", "waited"]
+    view = CheckpointView.open(tmp_path / "c")
+    assert torch.equal(view.full_model(0)["weight"], saved)
+    assert not torch.equal(model.weight, saved)

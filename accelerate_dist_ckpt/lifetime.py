@@ -1,0 +1,182 @@
+"""One IO at one Accelerator, and the saver that writes its checkpoints in the background.
+
+Here: when the saver is made, asked for failures, drained and closed. Not here: the saver itself
+(``dist_ckpt.background``), what is saved (``saving``), who calls (``registration``). On every rank.
+
+A failure must be raised at the same call on all ranks, so those calls are counted that ranks make
+equally often: backward passes, which wait for each other under every layout. Batches of dataloaders
+count only in a loop that does without ``Accelerator.backward``, from its first save on: an
+evaluation on rank 0 alone does not bring the others out of step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate.accelerator import Accelerator
+
+from accelerate_dist_ckpt.io import DistCkptIO
+from accelerate_dist_ckpt.metrics import TrackerSink
+from dist_ckpt.background import BackgroundSaver, saver_of
+
+__all__ = ["Registration", "before_batch"]
+
+logger = logging.getLogger(__name__)
+
+# Kept alive here: when a script's last reference to its Accelerator goes, saves may be in flight.
+_OPEN: set[Registration] = set()
+
+
+class Registration:
+    """An IO at an Accelerator, which holds it; copies of it begin without a saver.
+
+    Args:
+        io: The choices.
+    """
+
+    def __init__(self, io: DistCkptIO) -> None:
+        """Start nothing yet."""
+        self.io = io
+        self.step: int | None = None  # the newest that the user logged at
+        self._saver: BackgroundSaver | None = None
+        self._trackers: TrackerSink | None = None
+        self._owner: Callable[[], Accelerator | None] = lambda: None
+        self._calls_backward = False
+        self._has_saved = False
+        self._uneven = 0
+
+    def __reduce__(self) -> tuple[type[Registration], tuple[DistCkptIO]]:
+        """A copy, in a worker of a dataloader say, is as if it were registered there."""
+        return Registration, (self.io,)
+
+    def saver(self, accelerator: Accelerator) -> BackgroundSaver | None:
+        """Return what saves in the background, made if need be; None if saves are to block.
+
+        Raises:
+            ConfigError: The choices do not agree with each other.
+        """
+        config = self.io.config
+        if config.async_save and self._saver is None:
+            close_orphans()
+            rank = accelerator.process_index
+            self._trackers = TrackerSink() if config.log_metrics and rank == 0 else None
+            sinks = [] if self._trackers is None else [self._trackers]
+            self._saver = saver_of(config, rank, sinks)
+            self._owner, self._has_saved = weakref.ref(accelerator), False
+            _OPEN.add(self)
+        return self._saver
+
+    def start(self, accelerator: Accelerator) -> None:
+        """Start the worker before it is needed. Local, waits for nothing."""
+        saver = self.saver(accelerator)
+        if saver is not None:
+            saver.start()
+
+    def has_saved(self) -> None:
+        """Take note of a save in the background."""
+        self._has_saved = True
+
+    def before_backward(self, accelerator: Accelerator) -> None:
+        """Raise the failure of a save; called at each backward pass.
+
+        Raises:
+            AsyncSaveError: A save failed; once, at the same call on all ranks.
+        """
+        self._calls_backward = True
+        if self._saver is None:
+            return
+        if accelerator.has_lomo_optimizer:  # its parameters change in the backward pass
+            self._saver.finish_staging()
+        self._flush(accelerator)
+        if not self._uneven:
+            self._saver.poll()
+
+    def before_batch(self) -> None:
+        """Log what is known of saves; and raise failures, if no backward pass does so.
+
+        Raises:
+            AsyncSaveError: A save failed.
+        """
+        accelerator = self._owner()
+        if self._saver is None or accelerator is None:
+            return
+        self._flush(accelerator)
+        if self._has_saved and not self._calls_backward and not self._uneven:
+            self._saver.poll()
+
+    @contextlib.contextmanager
+    def uneven(self) -> Iterator[None]:
+        """Raise nothing in a part of the program where ranks have different numbers of batches."""
+        self._uneven += 1
+        try:
+            yield
+        finally:
+            self._uneven -= 1
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight and everything queued is done.
+
+        Raises:
+            AsyncSaveError: A save failed and nobody was told.
+            BarrierTimeoutError: It takes longer than ``drain_timeout_secs``.
+        """
+        if self._saver is not None:
+            self._saver.drain()
+
+    def close(self) -> None:
+        """Drain, then end worker, threads and memory. The next save in the background starts anew.
+
+        Raises:
+            AsyncSaveError: A save failed and nobody was told; all is closed then, too.
+            BarrierTimeoutError: What is in flight takes longer; it is given up.
+        """
+        saver, self._saver = self._saver, None
+        if saver is None:
+            return
+        try:
+            saver.close()
+        finally:
+            _OPEN.discard(self)
+            accelerator = self._owner()
+            if accelerator is not None:
+                self._flush(accelerator)
+
+    def close_beside(self, error: BaseException | None) -> None:
+        """Close; while another error is on its way, tell of a failure in the log only."""
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception:
+            logger.exception("a checkpoint was not finished")
+
+    def _flush(self, accelerator: Accelerator) -> None:
+        if self._trackers is not None:
+            self._trackers.flush(accelerator, self.step)
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the Accelerator is gone."""
+        return self._saver is not None and self._owner() is None
+
+
+def before_batch(_: Any = None) -> None:
+    """Do what is to be done at each batch of any prepared dataloader.
+
+    Raises:
+        AsyncSaveError: A save failed, and the program makes no backward passes by Accelerate.
+    """
+    for one in tuple(_OPEN):
+        one.before_batch()
+
+
+def close_orphans() -> None:
+    """End savers of Accelerators that are gone; those that nobody ends before end at exit."""
+    for one in tuple(_OPEN):
+        if one.is_orphan:
+            one.close_beside(RuntimeError("nobody is there to be told"))

@@ -1,0 +1,272 @@
+"""The background saves of one fit, on one rank.
+
+Here: ``FitSaves``: which saves go on in the background, when failures are raised, what the end of a
+fit and an exception wait for. Not here: Lightning's hooks that call it (``_hooks``,
+``_overrides``), the saves themselves (``dist_ckpt.background``). Made and used alike on all ranks,
+by the thread that trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dist_ckpt.background import saver_of
+from dist_ckpt.errors import AsyncSaveError, CheckpointingException
+from dist_ckpt.serialization import all_processes
+from dist_ckpt.training_state import save_training_state
+from lightning_dist_ckpt._metrics import SaveMetrics
+from lightning_dist_ckpt._model_checkpoint import Memory, take_back, unwatch, watch
+from lightning_dist_ckpt._pending import Pending
+
+if TYPE_CHECKING:
+    from dist_ckpt.training_state import TrainingState
+    from dist_ckpt.types import PathLike
+    from lightning_dist_ckpt.io import DistCkptIO
+
+__all__ = ["FitSaves"]
+
+logger = logging.getLogger(__name__)
+
+_INTERRUPT_SECS = 30.0
+"""Who stops a program waits no longer: most schedulers kill it then."""
+
+_GIVEN_UP_SECS = 1.0
+
+_REQUEUE_NAME = re.compile(r"hpc_ckpt_\d+\.ckpt")
+
+
+class FitSaves:
+    """Saves of a Trainer from ``setup`` to ``teardown``.
+
+    Args:
+        trainer: The Trainer, with its process group.
+        io: The plugin.
+
+    Attributes:
+        pending: What happens to names; only rank 0 does it.
+        is_training: Whether saves go on in the background.
+    """
+
+    def __init__(self, trainer: Any, io: DistCkptIO) -> None:
+        """Start the worker: it is there when the first save comes."""
+        self._trainer, self._io = trainer, io
+        wants_metrics = io.config.log_metrics and trainer.is_global_zero and trainer.loggers
+        self._metrics = SaveMetrics() if wants_metrics else None
+        sinks = [] if self._metrics is None else [self._metrics]
+        self._saver = saver_of(io.config, trainer.global_rank, sinks)
+        self.pending = Pending(self._saver.after_commit)
+        self.is_training = False
+        self._patience_secs: float | None = None
+        self._asking: Memory | None = None
+        self._memories: list[Memory] = []
+        self._to_tell: list[Any] = []
+        self._watched = list(trainer.checkpoint_callbacks)
+        for callback in self._watched:
+            watch(callback)
+        self._saver.start()
+
+    # -- saves
+
+    @contextlib.contextmanager
+    def asked_by(self, memory: Memory) -> Iterator[None]:
+        """Keep what a callback knew with the saves in this block."""
+        self._asking = memory
+        try:
+            yield
+        finally:
+            self._asking = None
+
+    def save(self, target: Path, state: Callable[[], TrainingState]) -> None:
+        """Save, in the background if training goes on. Collective.
+
+        Raises:
+            AsyncSaveError: A save before this one failed; this one is not begun.
+            CheckpointingException: This one failed.
+        """
+        in_background = self._may_go_on(target)
+        if not in_background:
+            self._finish_before(target)
+        options = self._io.save_options(target)
+        number, was_link = self.pending.begin(target)
+        if was_link:
+            options = replace(options, replace="any")
+        memory = self._remembered(target)
+
+        def build() -> TrainingState:
+            self.pending.wait_for(target, self._io.config.timeout_secs)
+            return state()
+
+        def settled(failure: BaseException | None) -> None:
+            if memory is not None:
+                memory.end(failure)
+            self.pending.end(number, failure)
+
+        if self._metrics is not None:
+            self._metrics.step = self._trainer.global_step
+        saver = self._saver if in_background else None
+        try:
+            save_training_state(target, build, options=options, saver=saver, on_settled=settled)
+        except BaseException as error:
+            settled(error)
+            raise
+        if not in_background:
+            settled(None)
+
+    def _may_go_on(self, target: Path) -> bool:
+        return self.is_training and not self._comes_last(target)
+
+    def _comes_last(self, target: Path) -> bool:
+        """Whether the program ends after this save, also if one before it has failed."""
+        return bool(self._trainer.interrupted or _REQUEUE_NAME.fullmatch(target.name))
+
+    def _finish_before(self, target: Path) -> None:
+        try:
+            self.drain()
+        except CheckpointingException:
+            if not self._comes_last(target):
+                raise
+            logger.exception("an earlier save failed; saving %s all the same", target)
+
+    def _remembered(self, target: Path) -> Memory | None:
+        if self._asking is None:
+            return None
+        memory = self._asking.of(str(target))
+        # Of those that came through, the newest is enough.
+        good = [one for one in self._memories if one.is_good]
+        newest = {one.owner: one for one in good}
+        old = [one for one in good if newest[one.owner] is not one]
+        self._memories = [one for one in self._memories if one not in old] + [memory]
+        return memory
+
+    # -- what waits behind them
+
+    def remove(self, path: PathLike, run: Callable[[], None]) -> None:
+        """Let ``run`` remove ``path`` when what replaces it is committed. Rank 0 does it."""
+
+        def remove() -> None:
+            is_checkpoint = Path(path).is_dir() and not Path(path).is_symlink()
+            run()
+            if is_checkpoint:
+                self._saver.pruned(path, "others are kept")
+
+        if self._trainer.is_global_zero:
+            self.pending.remove(path, remove)
+
+    def link(self, target: PathLike, link: PathLike) -> None:
+        """Let ``link`` lead to ``target`` when that is committed. Rank 0 does it."""
+        if self._trainer.is_global_zero and Path(target).absolute() != Path(link).absolute():
+            self.pending.link(target, link)
+
+    def tell_loggers_of(self, callback: Any) -> None:
+        """Call the loggers' ``after_save_checkpoint`` when nothing is in flight. Rank 0 does it."""
+        if self._trainer.is_global_zero:
+            self._to_tell = [one for one in self._to_tell if one is not callback] + [callback]
+
+    # -- touches
+
+    def poll(self) -> None:
+        """Raise the failure of a save that has ended, once. Cheap.
+
+        Raises:
+            AsyncSaveError: It failed; on every rank at the same batch.
+        """
+        self._saver.poll()
+        if self._to_tell or (self._metrics is not None and self._metrics.has_rows):
+            self._tell()
+
+    def finish_staging(self) -> None:
+        """Return when parameters may change in other ways than by the optimizer's step."""
+        self._saver.finish_staging()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight, and all links and removals are done.
+
+        Raises:
+            AsyncSaveError: A save failed and nobody was told.
+            BarrierTimeoutError: It takes longer than ``drain_timeout_secs``.
+        """
+        self._saver.drain(timeout_secs=self._patience_secs)
+
+    def finish(self) -> None:
+        """End the training: when this returns, all ranks see all checkpoints. Collective.
+
+        Raises:
+            AsyncSaveError: A save failed and nobody was told, on every rank.
+            BarrierTimeoutError: What is in flight takes too long.
+        """
+        self.is_training = False
+        failure: CheckpointingException | None = None
+        try:
+            self.drain()
+        except CheckpointingException as error:
+            failure = error
+        told = "" if failure is None else str(failure)
+        try:
+            all_told = self._meet("ending the fit", told)
+        except CheckpointingException:
+            if failure is None:
+                raise
+        else:
+            others = [f"rank {rank}: {text}" for rank, text in enumerate(all_told) if text]
+            if failure is None and others:
+                raise AsyncSaveError(f"saves did not end well; {'; '.join(others)}")
+        if failure is not None:
+            raise failure
+        self._tell()
+
+    def _meet(self, phase: str, told: str) -> list[str]:
+        comm = all_processes(timeout_secs=self._io.config.timeout_secs)
+        return comm.map_reduce(phase, lambda: told, list)
+
+    def interrupted(self, exception: BaseException) -> None:
+        """Let saves end that are in flight, for a while. Local: the other ranks may be gone."""
+        self.is_training = False
+        stops = isinstance(exception, KeyboardInterrupt | SystemExit)
+        if stops:
+            self._patience_secs = min(self._saver.options.drain_timeout_secs, _INTERRUPT_SECS)
+        try:
+            self.finish_staging()
+            self.drain()
+        except Exception:
+            self._patience_secs = _GIVEN_UP_SECS
+            logger.exception("training was interrupted, and a save with it")
+
+    def close(self) -> None:
+        """End the worker; all that this fit had in this process is gone then.
+
+        Raises:
+            CheckpointingException: A save failed and nobody was told; not if training was
+                interrupted: its exception matters more.
+        """
+        self.is_training = False
+        try:
+            self._saver.close(timeout_secs=self._patience_secs)
+        except Exception:
+            if not self._trainer.interrupted:
+                raise
+            logger.exception("after training was interrupted")
+        finally:
+            take_back(self._memories)
+            for callback in self._watched:
+                unwatch(callback)
+
+    def _tell(self) -> None:
+        """Tell the loggers what is new: from this thread, as they are not made for others."""
+        rows = [] if self._metrics is None else self._metrics.take()
+        callbacks: list[Any] = []
+        if self._to_tell and not self._saver.in_flight:
+            callbacks, self._to_tell = self._to_tell, []
+        for one in self._trainer.loggers:
+            for step, values in rows:
+                one.log_metrics(values, step=step)
+            if rows:
+                one.save()
+            for callback in callbacks:
+                one.after_save_checkpoint(weakref.proxy(callback))

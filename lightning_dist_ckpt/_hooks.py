@@ -1,0 +1,72 @@
+"""What our callback does in the course of a Trainer's run.
+
+Here: its hooks, for either name that Lightning is installed under. Not here: the classes
+(``_callback_*``), what is called (``_bind``, ``_fit_saves``). On every rank, in the main thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_dist_ckpt._bind import bind
+
+if TYPE_CHECKING:
+    from lightning_dist_ckpt._fit_saves import FitSaves
+
+__all__ = ["Hooks"]
+
+
+class Hooks:
+    """Hooks of a callback without state, as it may be in several Trainers, and is pickled."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Bind the Trainer before it saves or loads anything."""
+        del pl_module, stage
+        bind(trainer, self)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        """Raise what failed in the background."""
+        saves = _saves(trainer)
+        if saves is not None:
+            saves.poll()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Raise what failed in the background."""
+        saves = _saves(trainer)
+        if saves is not None:
+            saves.poll()
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        """Let copies end before callbacks may exchange weights."""
+        _finish_staging(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        """Let copies end before callbacks may exchange weights."""
+        _finish_staging(trainer)
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        """Let copies end before callbacks may exchange weights."""
+        _finish_staging(trainer)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        """Let copies end before callbacks may exchange weights."""
+        _finish_staging(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Let saves in flight end, before rank 0 may kill the others."""
+        del pl_module
+        saves = _saves(trainer)
+        if saves is not None:
+            saves.interrupted(exception)
+
+
+def _saves(trainer: Any) -> FitSaves | None:
+    binding = getattr(trainer.strategy, "dist_ckpt_binding", None)
+    found: FitSaves | None = None if binding is None else binding.saves
+    return found
+
+
+def _finish_staging(trainer: Any) -> None:
+    saves = _saves(trainer)
+    if saves is not None:
+        saves.finish_staging()

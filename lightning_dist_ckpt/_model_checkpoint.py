@@ -1,0 +1,201 @@
+"""``ModelCheckpoint`` while saves are in flight: names, links, loggers, and what it remembers.
+
+Here: the methods that it gets for the time of one fit, by a subclass of its own class, and its
+memory. Not here: when (``_fit_saves``), the order of file operations (``_pending``). On every rank,
+in the thread that trains.
+
+Lightning's callback acts as if a save were done when ``Trainer.save_checkpoint`` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+__all__ = ["Memory", "take_back", "unwatch", "watch"]
+
+_TOP = (
+    "best_k_models",
+    "best_model_path",
+    "best_model_score",
+    "current_score",
+    "kth_best_model_path",
+    "kth_value",
+)
+_NAMES = {"top": _TOP, "last": ("last_model_path",)}
+_LAST_SAVED = ("_last_checkpoint_saved", "_last_global_step_saved")
+
+
+class Memory:
+    """What a callback knew before it asked for a save, and how that save ended.
+
+    Args:
+        callback: The callback.
+        kind: Which of its checkpoints it is about to save.
+
+    Attributes:
+        has_failed: Whether the save has ended, and is not there.
+        is_good: Whether it has ended, and is there.
+        owner: Equal for saves that replace each other.
+    """
+
+    def __init__(self, callback: Any, kind: Literal["top", "last"]) -> None:
+        """Take a copy of what it knows."""
+        self.callback, self.owner = callback, (id(callback), kind)
+        self.has_failed, self.is_good = False, False
+        values = vars(callback)
+        self._before = {name: copy.copy(values[name]) for name in _NAMES[kind] if name in values}
+        self._last_saved = {name: values[name] for name in _LAST_SAVED if name in values}
+        self._path = ""
+
+    def of(self, path: str) -> Memory:
+        """Return one for a save to ``path``."""
+        one = copy.copy(self)
+        one._path = path  # noqa: SLF001 - a copy of this
+        return one
+
+    def end(self, failure: BaseException | None) -> None:
+        """Note how the save ended, from any thread. The first time counts."""
+        if not (self.has_failed or self.is_good):
+            self.has_failed, self.is_good = failure is not None, failure is None
+
+    def restore(self) -> None:
+        """Let the callback know again what it knew."""
+        vars(self.callback).update(self._before)
+        self._forget_last_saved()
+
+    def forget(self) -> None:
+        """Let the callback not know this save any more, but all that came after."""
+        callback, path = self.callback, self._path
+        models = callback.best_k_models
+        if models.pop(path, None) is not None and models:
+            best, worst = (min, max) if callback.mode == "min" else (max, min)
+            callback.best_model_path = best(models, key=models.get)
+            callback.best_model_score = models[callback.best_model_path]
+            callback.kth_best_model_path = worst(models, key=models.get)
+            callback.kth_value = models[callback.kth_best_model_path]
+        for name in ("best_model_path", "last_model_path"):
+            if getattr(callback, name) == path:
+                setattr(callback, name, "")
+        self._forget_last_saved()
+
+    def _forget_last_saved(self) -> None:
+        if getattr(self.callback, _LAST_SAVED[0], None) == self._path:
+            vars(self.callback).update(self._last_saved)
+
+
+def take_back(memories: Sequence[Memory]) -> None:
+    """Let callbacks not know saves that failed.
+
+    What a failed save would have replaced is still there: so who asked for no other since knows
+    again what it knew before.
+
+    Args:
+        memories: Of saves in the order in which they were asked for.
+    """
+    good = set()
+    for one in reversed(memories):
+        if one.is_good:
+            good.add(one.owner)
+        elif one.has_failed and one.owner in good:
+            one.forget()
+        elif one.has_failed:
+            one.restore()  # the oldest comes last
+
+
+def watch(callback: Any) -> None:
+    """Give a callback of Lightning's ``ModelCheckpoint`` class, or a subclass, our methods."""
+    base = type(callback)
+    if not _is_model_checkpoint(base) or "dist_ckpt_base" in vars(base):
+        return
+    own = {name: value for name, value in vars(_Watched).items() if name in _OVERRIDDEN}
+    if base._save_checkpoint.__module__.partition(".")[0] not in _LIGHTNING:  # noqa: SLF001 - Lightning's
+        del own["_save_checkpoint"]  # what a user's own does comes in its order
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    callback.__class__ = type(base.__name__, (base,), {**own, **names, "dist_ckpt_base": base})
+
+
+def unwatch(callback: Any) -> None:
+    """Give a callback its own class back."""
+    callback.__class__ = vars(type(callback)).get("dist_ckpt_base", type(callback))
+
+
+_LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
+_OVERRIDDEN = frozenset(
+    {
+        "_link_checkpoint",
+        "_save_checkpoint",
+        "_save_last_checkpoint",
+        "_save_topk_checkpoint",
+        "file_exists",
+    }
+)
+
+
+def _is_model_checkpoint(cls: type) -> bool:
+    return any(
+        base.__name__ == "ModelCheckpoint" and base.__module__.partition(".")[0] in _LIGHTNING
+        for base in cls.__mro__
+    )
+
+
+def _saves(trainer: Any) -> Any:
+    """Return the background saves of a Trainer's fit; None if there are none."""
+    return getattr(getattr(trainer.strategy, "dist_ckpt_binding", None), "saves", None)
+
+
+def _stock(callback: Any) -> Any:
+    """Return the callback as Lightning has it: what ``super()`` would be."""
+    return super(type(callback), callback)
+
+
+@contextlib.contextmanager
+def _remembering(callback: Any, trainer: Any, kind: Literal["top", "last"]) -> Iterator[None]:
+    """Keep what the callback knows now with each save that it asks for in this block."""
+    saves = _saves(trainer)
+    if saves is None:
+        yield
+        return
+    with saves.asked_by(Memory(callback, kind)):
+        yield
+
+
+class _Watched:
+    """Methods for ``watch``; never an object of its own. ``self`` is a ``ModelCheckpoint``."""
+
+    def file_exists(self: Any, filepath: str, trainer: Any) -> bool:
+        """Whether the name is taken, also by what is in flight. Collective."""
+        saves = _saves(trainer)
+        will_exist = None if saves is None else saves.pending.exists(filepath)
+        if will_exist is None or not trainer.is_global_zero:
+            return bool(_stock(self).file_exists(filepath, trainer))
+        return bool(trainer.strategy.reduce_boolean_decision(will_exist, all=False))
+
+    def _save_topk_checkpoint(self: Any, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        with _remembering(self, trainer, "top"):
+            _stock(self)._save_topk_checkpoint(trainer, monitor_candidates)  # noqa: SLF001 - Lightning's
+
+    def _save_last_checkpoint(self: Any, trainer: Any, monitor_candidates: dict[str, Any]) -> None:
+        with _remembering(self, trainer, "last"):
+            _stock(self)._save_last_checkpoint(trainer, monitor_candidates)  # noqa: SLF001 - Lightning's
+
+    def _save_checkpoint(self: Any, trainer: Any, filepath: str) -> None:
+        """Save, and tell the loggers when it is committed: they may upload it."""
+        saves = _saves(trainer)
+        if saves is None:
+            _stock(self)._save_checkpoint(trainer, filepath)  # noqa: SLF001 - Lightning's
+            return
+        trainer.save_checkpoint(filepath, self.save_weights_only)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        saves.tell_loggers_of(self)
+
+    def _link_checkpoint(self: Any, trainer: Any, filepath: str, linkpath: str) -> None:
+        """Let the link lead to a save when that is committed."""
+        saves = _saves(trainer)
+        if saves is None:
+            _stock(self)._link_checkpoint(trainer, filepath, linkpath)  # noqa: SLF001 - Lightning's
+        else:
+            saves.link(filepath, linkpath)

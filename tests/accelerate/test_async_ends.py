@@ -1,0 +1,334 @@
+"""Saving in the background with one process: its ends, its metrics, its configuration."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+
+from accelerate_dist_ckpt import DistCkptIO
+from dist_ckpt.errors import (
+    AsyncSaveError,
+    BarrierTimeoutError,
+    ConfigError,
+)
+from dist_ckpt.training_state import is_checkpoint
+from tests.accelerate._async_jobs import async_job, fail_one, loaded_from, wait_settled
+from tests.accelerate._jobs import (
+    Net,
+    build,
+    differing,
+    reset,
+    state_of,
+    step,
+    train,
+)
+from tests.accelerate._traces import (
+    hidden,
+    saver_of,
+    stopped_worker,
+    traces,
+    worker_pid,
+)
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def batch() -> torch.Tensor:
+    return torch.arange(8.0).view(2, 4)
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+def by_removing(job: Any) -> None:
+    job.handle.remove()
+
+
+def by_registering_another(job: Any) -> None:
+    job.accelerator.register_checkpoint_io(DistCkptIO())
+
+
+def by_end_training(job: Any) -> None:
+    job.accelerator.end_training()
+
+
+def by_freeing(job: Any) -> None:
+    job.accelerator.free_memory()
+
+
+def by_clearing(job: Any) -> None:
+    job.accelerator.clear()
+
+
+ENDS = [by_removing, by_registering_another, by_end_training, by_freeing, by_clearing]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_every_end_waits_for_what_is_in_flight(tmp_path: Path, end: Any) -> None:
+    """And leaves nothing behind, which the fixture of this file looks at."""
+    job = build(seed=1, io=DistCkptIO(async_save=True))
+    job.accelerator.save_state(tmp_path / "ckpt")
+    end(job)
+
+    assert is_checkpoint(tmp_path / "ckpt")
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_every_end_tells_of_a_failure_and_is_done_all_the_same(tmp_path: Path, end: Any) -> None:
+    """AsyncSaveError comes out; again, there is nothing to tell."""
+    job = async_job(tmp_path)
+    fail_one(job, tmp_path / "bad")
+
+    with pytest.raises(AsyncSaveError, match="bad"):
+        end(job)
+    end(job)
+    if end in (by_freeing, by_clearing):
+        assert job.accelerator._models == []
+
+
+def test_saving_goes_on_after_an_end(tmp_path: Path) -> None:
+    """free_memory gives the memory back and ends the worker; the next save makes others."""
+    job = async_job(tmp_path)
+    first = worker_pid(job.accelerator)
+    job.accelerator.free_memory()
+    job.accelerator.prepare(Net())
+    job.accelerator.save_state(tmp_path / "second")
+    assert worker_pid(job.accelerator) != first
+    job.accelerator.end_training()
+    assert is_checkpoint(tmp_path / "second")
+
+
+def test_an_end_beside_another_error_only_logs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A user's exception is never replaced by ours, in `finally` as in a `with` block."""
+    job = async_job(tmp_path)
+    fail_one(job, tmp_path / "bad")
+    with pytest.raises(KeyError, match="users"):
+        try:
+            raise KeyError("users")
+        finally:
+            job.accelerator.end_training()
+    assert "bad" in caplog.text
+    caplog.clear()
+    other = async_job(tmp_path)
+    other.handle.remove()
+    with (
+        pytest.raises(KeyError, match="users"),
+        other.accelerator.register_checkpoint_io(DistCkptIO(async_save=True)),
+    ):
+        other.accelerator.save_state(tmp_path / "first")
+        saver_of(other.accelerator).wait()
+        fail_one(other, tmp_path / "worse")
+        raise KeyError("users")
+    assert "worse" in caplog.text
+    assert not [one for one in tmp_path.iterdir() if one.name != "first"]
+
+
+def test_an_end_has_a_bound(tmp_path: Path) -> None:
+    """A worker that does nothing: the error names the path, and everything is put away."""
+    job = async_job(tmp_path, drain_timeout_secs=0.3)
+    with stopped_worker(job.accelerator) as pid:
+        job.accelerator.save_state(tmp_path / "slow")
+        with pytest.raises(BarrierTimeoutError, match=r"slow did not end within 0\.3 s"):
+            saver_of(job.accelerator).drain()
+        os.kill(pid, signal.SIGKILL)
+    wait_settled(job.accelerator)
+    with pytest.raises(AsyncSaveError):
+        job.accelerator.end_training()
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+SCRIPT = """
+import contextlib, sys
+from pathlib import Path
+from accelerate_dist_ckpt import DistCkptIO
+from tests.accelerate._jobs import build, train
+from tests.accelerate._traces import full_disk, saver_of
+
+FULL = contextlib.ExitStack()  # to the end of the program
+
+def main(root, how):
+    job = build(seed=1, io=DistCkptIO(async_save=True))
+    train(job, 1)
+    job.accelerator.save_state(root / "first")
+    if how == "bad":
+        saver_of(job.accelerator).wait()
+        FULL.enter_context(full_disk(job.accelerator))
+        job.accelerator.save_state(root / "bad")
+    if how == "raises":
+        raise KeyError("users")
+    if how == "orphan":
+        del job
+        import gc
+        gc.collect()
+        build(seed=2, io=DistCkptIO(async_save=True)).accelerator.save_state(root / "second")
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "raises", "bad", "orphan"])
+def test_a_program_that_just_ends_finishes_its_saves(tmp_path: Path, how: str) -> None:
+    """At exit what is in flight is drained, and a failure is logged; no end_training needed."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), how],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={"PYTHONPATH": ":".join(sys.path), "PATH": "", "OMP_NUM_THREADS": "1"},
+    )
+
+    assert done.returncode == (1 if how == "raises" else 0), done.stderr
+    assert ("KeyError: 'users'" in done.stderr) == (how == "raises")
+    assert ("File too large" in done.stderr) == (how == "bad")
+    expected = ["first", "second"] if how == "orphan" else ["first"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
+    assert is_checkpoint(tmp_path / "first")
+
+
+# -- metrics ---------------------------------------------------------------------------------------
+
+
+class Tracker(GeneralTracker):
+    """Keeps what it is told, in order."""
+
+    name = "kept"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[dict[str, Any], int | None]] = []
+        self.error: Exception | None = None
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        self.told.append((values, step))
+
+
+def tracked_job(tmp_path: Path, **fields: Any) -> tuple[Any, Tracker]:
+    job = build(seed=1, io=DistCkptIO(async_save=True, **fields))
+    tracker = Tracker()
+    job.accelerator.trackers = [tracker]
+    job.accelerator.log({"loss": 1.0}, step=7)
+    job.accelerator.save_state(tmp_path / "ckpt")
+    saver_of(job.accelerator).wait()
+    return job, tracker
+
+
+def test_trackers_are_told_what_a_save_costs(tmp_path: Path) -> None:
+    """On the training thread, at the next batch, at the step that the user logged at last."""
+    job, tracker = tracked_job(tmp_path)
+    assert len(tracker.told) == 1
+    step(job, batch())
+
+    told = {key: value for values, _ in tracker.told[1:] for key, value in values.items()}
+    assert {number for _, number in tracker.told} == {7}
+    assert set(told) == {
+        "checkpoint/stall_secs",
+        "checkpoint/write_secs",
+        "checkpoint/gb_per_sec",
+    }
+    assert all(value > 0 for value in told.values())
+    job.accelerator.save_state(tmp_path / "ckpt")
+    count = len(tracker.told)
+    job.accelerator.end_training()  # what is left is told before the trackers end
+    assert len(tracker.told) == count + 2
+
+
+def test_no_metrics_if_not_wanted(tmp_path: Path) -> None:
+    """log_metrics=False: trackers hear of the user's values only."""
+    job, tracker = tracked_job(tmp_path, log_metrics=False)
+    step(job, batch())
+    job.accelerator.end_training()
+    assert len(tracker.told) == 1
+
+
+def test_a_tracker_that_fails_is_not_the_trainings_trouble(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged, and training goes on."""
+    job, tracker = tracked_job(tmp_path)
+    tracker.error = OSError("no network")
+    with caplog.at_level(logging.ERROR):
+        step(job, batch())
+    assert "no network" in caplog.text
+    job.accelerator.end_training()
+
+
+# -- registration and configuration ----------------------------------------------------------------
+
+
+def test_the_choices_come_from_yaml_and_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each field can be a line of YAML, a variable, or an argument; the last of these wins."""
+    file = tmp_path / "ckpt.yaml"
+    file.write_text(
+        "dist_ckpt:\n  async_save: true\n  worker: thread\n  max_in_flight: 2\n"
+        "  staging_budget_mib: 64\n  drain_timeout_secs: 30\n  log_metrics: false\n"
+    )
+    monkeypatch.setenv("DIST_CKPT_OVERLAP", "true")
+    monkeypatch.setenv("DIST_CKPT_MAX_IN_FLIGHT", "3")
+    io = DistCkptIO.from_yaml(file, drain_timeout_secs=5.0)
+    config = io.config
+    assert (config.async_save, config.overlap, config.worker) == (True, True, "thread")
+    assert (config.max_in_flight, config.staging_budget_mib) == (3, 64)
+    assert (config.drain_timeout_secs, config.log_metrics) == (5.0, False)
+    with pytest.raises(ConfigError, match="worker"):
+        DistCkptIO(worker="fork")  # type: ignore[arg-type]
+
+    job = build(seed=1, io=io)
+    job.accelerator.save_state(tmp_path / "ckpt")
+    expected = state_of(job)
+    train(job, 1)
+    job.accelerator.end_training()
+    assert differing(expected, loaded_from(tmp_path / "ckpt")) == []
+
+
+def test_without_async_save_no_worker_is_started(tmp_path: Path) -> None:
+    """Nor with it, where checkpoints are Accelerate's own."""
+    before = traces()
+    job = build(seed=1, io=DistCkptIO(events_file=str(tmp_path / "events.jsonl")))
+    job.accelerator.save_state(tmp_path / "ckpt")
+    build(io=DistCkptIO(async_save=True, enabled=False))
+    assert traces() == before
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_an_io_holds_choices_only(tmp_path: Path) -> None:
+    """It is pickled and registered twice; each Accelerator has a worker of its own, a copy none."""
+    io = pickle.loads(pickle.dumps(DistCkptIO(async_save=True)))
+    reset()
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True)
+    for accelerator in (first, second):
+        accelerator.register_checkpoint_io(io)
+        accelerator.prepare(Net())
+        accelerator.save_state(tmp_path / "ckpt")
+        saver_of(accelerator).wait()
+    assert worker_pid(first) != worker_pid(second)
+    again = copy.deepcopy(vars(first)["_dist_ckpt_io"])
+    assert again.io.config == io.config
+    assert again._saver is None
+    first.end_training()
+    assert saver_of(second).in_flight == ()
+    second.save_state(tmp_path / "other")
+    second.end_training()
+    assert is_checkpoint(tmp_path / "other")
