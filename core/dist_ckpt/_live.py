@@ -11,7 +11,7 @@ objects hold the values, so what was said of them still holds: this is looked at
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -77,15 +77,13 @@ class _Rest:
 
     names: tuple[tuple[str, ...], ...]
 
-    def of(self, optimizer: Any) -> StateDict:
-        """Return groups and whatever else the optimizer's state dict has, as it is now."""
-        raw = unwrap_optimizer(optimizer).state_dict()
+    def of(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """Return what the optimizer's own state dict has of its groups now, with names."""
         groups = [
-            {**group, "params": list(names)}
-            for group, names in zip(raw["param_groups"], self.names, strict=True)
+            {**{key: value for key, value in group.items() if key != "params"}, "params": [*names]}
+            for group, names in zip(optimizer.param_groups, self.names, strict=True)
         ]
-        others = {key: value for key, value in raw.items() if key not in {"state", "param_groups"}}
-        return {"param_groups": groups, **others}
+        return {"param_groups": groups}
 
 
 class LiveDescriptions:
@@ -104,13 +102,13 @@ class LiveDescriptions:
             InvalidShardingError: Something cannot be described.
         """
         try:
-            signature = list(_signature(objects))
+            signature = _signature(objects)
         except _Unfamiliar:
             self.forget()
             return _described(objects)
         if self._live is not None and signature == self._signature:
             rests = zip(self._live.rests, objects.optimizers, strict=True)
-            return self._live, [rest.of(optimizer) for rest, optimizer in rests]
+            return self._live, [rest.of(unwrap_optimizer(optimizer)) for rest, optimizer in rests]
         self.forget()
         live, rests_now = _described(objects)
         if not live.parts.objects:  # values of objects change without a sign
@@ -154,73 +152,73 @@ def _described(objects: LiveObjects) -> tuple[Live, list[StateDict]]:
     return live, [{key: value for key, value in tree.items() if key != "state"} for tree in trees]
 
 
-def _signature(objects: LiveObjects) -> Iterator[Hashable]:
-    """Yield all that a description depends on, cheaply.
+def _signature(objects: LiveObjects) -> _Signature:
+    """Return all that a description depends on, cheaply: this is done at every save.
 
     Raises:
         _Unfamiliar: It depends on something else, too.
     """
     if any(values is not None for values in objects.model_values.values()):
         raise _Unfamiliar
-    yield objects.replicas
+    found: _Signature = [objects.replicas]
     for model in objects.models:
-        yield "model"
+        found.append("model")
         for module in model.modules():
-            if isinstance(module, FullyShardedDataParallel):
-                raise _Unfamiliar  # its flat parameters change their shape as it runs
-            yield from _of_module(module)
+            _add_module(found, module)
     for optimizer in objects.optimizers:
-        yield "optimizer"
-        yield from _of_optimizer(unwrap_optimizer(optimizer))
+        found.append("optimizer")
+        _add_optimizer(found, unwrap_optimizer(optimizer))
+    return found
 
 
-def _of_module(module: nn.Module) -> Iterator[Hashable]:
-    yield id(module)
-    yield id(type(module))
-    yield tuple(module._modules)  # noqa: SLF001 - the names of its children
-    for tensors in (module._parameters, module._buffers):  # noqa: SLF001 - named ones walk the tree
-        for name, tensor in tensors.items():
-            yield name
-            if tensor is not None:
-                yield from _of_tensor(tensor)
-    if module._buffers:  # noqa: SLF001 - same
-        yield tuple(module._non_persistent_buffers_set)  # noqa: SLF001 - same
+def _add_module(found: _Signature, module: nn.Module) -> None:
+    if isinstance(module, FullyShardedDataParallel):
+        raise _Unfamiliar  # its flat parameters change their shape as it runs
+    # The dicts themselves: what names the tensors walks the whole tree.
+    parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - see above
+    names = (*module._modules, None, *parameters, None, *buffers)  # noqa: SLF001 - see above
+    found.append((id(module), id(type(module)), *names))
+    for parameter in parameters.values():
+        found.append(None if parameter is None else _of_tensor(parameter))
+    if buffers:
+        found.append(tuple(module._non_persistent_buffers_set))  # noqa: SLF001 - see above
+        for buffer in buffers.values():
+            found.append(None if buffer is None else _of_tensor(buffer))
 
 
-def _of_optimizer(optimizer: Any) -> Iterator[Hashable]:
+def _add_optimizer(found: _Signature, optimizer: Any) -> None:
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         raise _Unfamiliar
     hooks = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001 - no other way to see them
     if any(hooks):
         raise _Unfamiliar
-    yield id(optimizer)
-    yield id(find_state_spec(optimizer))
-    seen = 0
+    found.append((id(optimizer), id(find_state_spec(optimizer))))
+    seen, states = 0, optimizer.state
     for group in optimizer.param_groups:
-        yield "group"
+        found.append("group")
         for parameter in group["params"]:
-            yield id(parameter)
-            if parameter not in optimizer.state:
+            state = states.get(parameter)
+            found.append(id(parameter))
+            if state is None:
                 continue
             seen += 1
-            for name, value in optimizer.state[parameter].items():
-                yield name
+            found.append(tuple(state))
+            for value in state.values():
                 if not isinstance(value, torch.Tensor):
                     raise _Unfamiliar  # a number that each step changes, or a list
-                yield from _of_tensor(value)
-    if seen != len(optimizer.state):
+                found.append(_of_tensor(value))
+    if seen != len(states):
         raise _Unfamiliar  # state of something that is no parameter
 
 
-def _of_tensor(tensor: torch.Tensor) -> Iterator[Hashable]:
-    yield id(tensor)
-    local: torch.Tensor = tensor
-    if isinstance(tensor, DTensor):
-        local = tensor._local_tensor  # noqa: SLF001 - `to_local` makes a new object each time
-        yield id(tensor._spec)  # noqa: SLF001 - same
-    if type(local) not in _PLAIN:
-        raise _Unfamiliar
-    yield local.data_ptr()
-    yield local.dtype
-    yield local.shape
-    yield local.stride()
+def _of_tensor(tensor: torch.Tensor) -> Hashable:
+    local, spec = tensor, 0
+    if type(tensor) not in _PLAIN:
+        if not isinstance(tensor, DTensor):
+            raise _Unfamiliar
+        local, spec = tensor._local_tensor, id(tensor._spec)  # noqa: SLF001 - `to_local` makes a new object each time
+        if type(local) not in _PLAIN:
+            raise _Unfamiliar
+    return (
+        id(tensor), spec, local.data_ptr(), local.dtype, local.shape, local.stride(),
+    )  # fmt: skip

@@ -41,7 +41,7 @@ BLOCK_NBYTES = 8 << 20
 _DEVICE_PIECE_NBYTES = 64 << 20
 """Most memory of a device that is taken to put a strided tensor in order."""
 
-_SAMPLE_STEP_NBYTES = 16 << 10
+_SAMPLE_STEP_NBYTES = 64 << 10
 """One element in so many bytes is looked at before and after the copies."""
 
 _SAMPLES_OF_AXIS = 8
@@ -94,6 +94,10 @@ class Watched:
         self._sampled: list[int] = []
         self._views: list[torch.Tensor] = []
         self._samples: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        """Return how many sources are watched."""
+        return len(self._copies)
 
     def add(self, copy: Copy) -> Copy:
         """Watch the source of a copy; return the copy to make in its place."""
