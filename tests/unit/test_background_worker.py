@@ -608,6 +608,7 @@ def test_nothing_is_left(kind: Literal["process", "thread"], tmp_path: Path) -> 
 
 def begin_and_close(kind: Literal["process", "thread"], folder: Path) -> None:
     folder.mkdir()
+    others = set(threading.enumerate())
     team = [Worker(kind=kind, rank=rank) for rank in range(2)]
     for number in (1, 2):
         orders = list(file_orders(folder / str(number), 2))
@@ -618,13 +619,8 @@ def begin_and_close(kind: Literal["process", "thread"], folder: Path) -> None:
         os.kill(pid, signal.SIGKILL)
     for worker in team:
         worker.close(30)
-    join_threads()
-
-
-def join_threads() -> None:
-    for thread in threading.enumerate():
-        if thread.name.startswith("dist_ckpt-"):
-            thread.join(30)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(30)
 
 
 def resources() -> tuple[int, list[str], list[int]]:
