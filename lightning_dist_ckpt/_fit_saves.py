@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,7 +23,14 @@ from dist_ckpt.errors import AsyncSaveError, CheckpointingException
 from dist_ckpt.serialization import all_processes
 from dist_ckpt.training_state import save_training_state
 from lightning_dist_ckpt._metrics import SaveMetrics
-from lightning_dist_ckpt._model_checkpoint import Memory, take_back, unwatch, watch
+from lightning_dist_ckpt._model_checkpoint import (
+    Memory,
+    Outcome,
+    still_needed,
+    take_back,
+    unwatch,
+    watch,
+)
 from lightning_dist_ckpt._pending import Pending
 
 if TYPE_CHECKING:
@@ -66,6 +74,7 @@ class FitSaves:
         self._patience_secs: float | None = None
         self._asking: Memory | None = None
         self._memories: list[Memory] = []
+        self._newest = Outcome()
         self._to_tell: list[Any] = []
         self._watched = list(trainer.checkpoint_callbacks)
         for callback in self._watched:
@@ -97,15 +106,15 @@ class FitSaves:
         number, was_link = self.pending.begin(target)
         if was_link:
             options = replace(options, replace="any")
-        memory = self._remembered(target)
+        outcome = self._newest = Outcome()
+        self._remember(target)
 
         def build() -> TrainingState:
             self.pending.wait_for(target, self._io.config.timeout_secs)
             return state()
 
         def settled(failure: BaseException | None) -> None:
-            if memory is not None:
-                memory.end(failure)
+            outcome.end(failure)
             self.pending.end(number, failure)
 
         if self._metrics is not None:
@@ -134,16 +143,11 @@ class FitSaves:
                 raise
             logger.exception("an earlier save failed; saving %s all the same", target)
 
-    def _remembered(self, target: Path) -> Memory | None:
-        if self._asking is None:
-            return None
-        memory = self._asking.of(str(target))
-        # Of those that came through, the newest is enough.
-        good = [one for one in self._memories if one.is_good]
-        newest = {one.owner: one for one in good}
-        old = [one for one in good if newest[one.owner] is not one]
-        self._memories = [one for one in self._memories if one not in old] + [memory]
-        return memory
+    def _remember(self, path: PathLike) -> None:
+        """Keep what the callback that asks knew, for the case that the newest save fails."""
+        if self._asking is not None:
+            memory = self._asking.of(os.fspath(path), self._newest)
+            self._memories = [*still_needed(self._memories), memory]
 
     # -- what waits behind them
 
@@ -161,6 +165,7 @@ class FitSaves:
 
     def link(self, target: PathLike, link: PathLike) -> None:
         """Let ``link`` lead to ``target`` when that is committed. Rank 0 does it."""
+        self._remember(link)
         if self._trainer.is_global_zero and Path(target).absolute() != Path(link).absolute():
             self.pending.link(target, link)
 

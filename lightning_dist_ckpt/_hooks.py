@@ -28,6 +28,7 @@ class Hooks:
         """Raise what failed in the background."""
         saves = _saves(trainer)
         if saves is not None:
+            saves.is_training = True  # a fit within this one, to find a learning rate, ended it
             saves.poll()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

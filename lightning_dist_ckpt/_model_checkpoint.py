@@ -14,7 +14,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-__all__ = ["Memory", "take_back", "unwatch", "watch"]
+__all__ = ["Memory", "Outcome", "still_needed", "take_back", "unwatch", "watch"]
 
 _TOP = (
     "best_k_models",
@@ -28,38 +28,51 @@ _NAMES = {"top": _TOP, "last": ("last_model_path",)}
 _LAST_SAVED = ("_last_checkpoint_saved", "_last_global_step_saved")
 
 
+class Outcome:
+    """How a save ended.
+
+    Attributes:
+        has_failed: Whether it has ended, and is not there.
+        is_good: Whether it has ended, and is there.
+    """
+
+    def __init__(self) -> None:
+        """Not yet."""
+        self.has_failed, self.is_good = False, False
+
+    def end(self, failure: BaseException | None) -> None:
+        """Note how the save ended, from any thread. The first time counts."""
+        if not (self.has_failed or self.is_good):
+            self.has_failed, self.is_good = failure is not None, failure is None
+
+
 class Memory:
-    """What a callback knew before it asked for a save, and how that save ended.
+    """What a callback knew before it asked for a save, or for a link to one.
 
     Args:
         callback: The callback.
         kind: Which of its checkpoints it is about to save.
 
     Attributes:
-        has_failed: Whether the save has ended, and is not there.
-        is_good: Whether it has ended, and is there.
+        outcome: How the save ended.
         owner: Equal for saves that replace each other.
+        path: Where the checkpoint or the link to it shall be.
     """
 
     def __init__(self, callback: Any, kind: Literal["top", "last"]) -> None:
         """Take a copy of what it knows."""
         self.callback, self.owner = callback, (id(callback), kind)
-        self.has_failed, self.is_good = False, False
+        self.outcome = Outcome()
         values = vars(callback)
         self._before = {name: copy.copy(values[name]) for name in _NAMES[kind] if name in values}
         self._last_saved = {name: values[name] for name in _LAST_SAVED if name in values}
-        self._path = ""
+        self.path = ""
 
-    def of(self, path: str) -> Memory:
-        """Return one for a save to ``path``."""
+    def of(self, path: str, outcome: Outcome) -> Memory:
+        """Return one for ``path``, which will be there if a save ends well."""
         one = copy.copy(self)
-        one._path = path  # noqa: SLF001 - a copy of this
+        one.path, one.outcome = path, outcome
         return one
-
-    def end(self, failure: BaseException | None) -> None:
-        """Note how the save ended, from any thread. The first time counts."""
-        if not (self.has_failed or self.is_good):
-            self.has_failed, self.is_good = failure is not None, failure is None
 
     def restore(self) -> None:
         """Let the callback know again what it knew."""
@@ -68,7 +81,7 @@ class Memory:
 
     def forget(self) -> None:
         """Let the callback not know this save any more, but all that came after."""
-        callback, path = self.callback, self._path
+        callback, path = self.callback, self.path
         models = callback.best_k_models
         if models.pop(path, None) is not None and models:
             best, worst = (min, max) if callback.mode == "min" else (max, min)
@@ -82,7 +95,7 @@ class Memory:
         self._forget_last_saved()
 
     def _forget_last_saved(self) -> None:
-        if getattr(self.callback, _LAST_SAVED[0], None) == self._path:
+        if getattr(self.callback, _LAST_SAVED[0], None) == self.path:
             vars(self.callback).update(self._last_saved)
 
 
@@ -96,13 +109,34 @@ def take_back(memories: Sequence[Memory]) -> None:
         memories: Of saves in the order in which they were asked for.
     """
     good = set()
-    for one in reversed(memories):
-        if one.is_good:
+    for one in reversed(still_needed(memories)):
+        if one.outcome.is_good:
             good.add(one.owner)
-        elif one.has_failed and one.owner in good:
+        elif one.outcome.has_failed and one.owner in good:
             one.forget()
-        elif one.has_failed:
+        elif one.outcome.has_failed:
             one.restore()  # the oldest comes last
+
+
+def still_needed(memories: Sequence[Memory]) -> list[Memory]:
+    """Return those that ``take_back`` may want, in their order.
+
+    Of those that came through, the newest is enough; what failed is made good by a later one to the
+    same place.
+    """
+    needed: list[Memory] = []
+    owners, places = set(), set()
+    for one in reversed(memories):
+        place = (one.owner, one.path)
+        is_settled = one.outcome.is_good or one.outcome.has_failed
+        if not (is_settled and place in places) and not (
+            one.outcome.is_good and one.owner in owners
+        ):
+            needed.append(one)
+        if one.outcome.is_good:
+            owners.add(one.owner)
+            places.add(place)
+    return needed[::-1]
 
 
 def watch(callback: Any) -> None:
@@ -125,6 +159,7 @@ def unwatch(callback: Any) -> None:
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
 _OVERRIDDEN = frozenset(
     {
+        "__reduce_ex__",
         "_link_checkpoint",
         "_save_checkpoint",
         "_save_last_checkpoint",
@@ -164,6 +199,11 @@ def _remembering(callback: Any, trainer: Any, kind: Literal["top", "last"]) -> I
 
 class _Watched:
     """Methods for ``watch``; never an object of its own. ``self`` is a ``ModelCheckpoint``."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle by the class that can be imported."""
+        del protocol
+        return object.__new__, (type(self).dist_ckpt_base,), self.__getstate__()
 
     def file_exists(self: Any, filepath: str, trainer: Any) -> bool:
         """Whether the name is taken, also by what is in flight. Collective."""

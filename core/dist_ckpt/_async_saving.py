@@ -7,9 +7,11 @@ order of saves (``background``). See docs/decisions/0017-background-saves.md.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt._background.agreement import CommitPoint
@@ -26,8 +28,6 @@ from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from dist_ckpt._background.hub import HubAddress
     from dist_ckpt._formats.base import WriteResult
     from dist_ckpt._preparing import SaveRequest
@@ -257,6 +257,10 @@ class _Step:
         return [_Departure(number, directory, one, address, self.planner.name) for one in work]
 
     def _begin(self) -> Path:
+        if self.options.include_dir is not None:
+            # Named by this process's working directory, found by the worker from its own.
+            include_dir = Path(os.path.abspath(self.options.include_dir))  # noqa: PTH100 - resolve() would follow a link
+            self.options = replace(self.options, include_dir=include_dir)
         check_target(self.target, self.options)
         self.coordinator.attempt = Attempt.begin(self.target, self.options.staging_dir)
         return self.coordinator.attempt.directory

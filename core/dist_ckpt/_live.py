@@ -176,8 +176,10 @@ def _add_module(found: _Signature, module: nn.Module) -> None:
         raise _Unfamiliar  # its flat parameters change their shape as it runs
     # The dicts themselves: what names the tensors walks the whole tree.
     parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - see above
-    names = (*module._modules, None, *parameters, None, *buffers)  # noqa: SLF001 - see above
-    found.append((id(module), id(type(module)), *names))
+    children = module._modules  # noqa: SLF001 - see above
+    names = (*children, None, *parameters, None, *buffers)
+    # Which child stands where: one that stands at several places is looked at once only.
+    found.append((id(module), id(type(module)), *names, *map(id, children.values())))
     for parameter in parameters.values():
         found.append(None if parameter is None else _of_tensor(parameter))
     if buffers:
@@ -221,4 +223,5 @@ def _of_tensor(tensor: torch.Tensor) -> Hashable:
             raise _Unfamiliar
     return (
         id(tensor), spec, local.data_ptr(), local.dtype, local.shape, local.stride(),
+        local.is_conj(), local.is_neg(),
     )  # fmt: skip

@@ -124,9 +124,10 @@ class Settler:
         self._failed: set[int] = set()
         self._newest = 0
         self._polls = 0
-        self._busy = False
+        self._settling = False
+        self._acting = False
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     @property
     def in_flight(self) -> tuple[Path, ...]:
@@ -140,12 +141,17 @@ class Settler:
         with self._changed:
             return tuple(save.handed for save in self._saves if save.handed is not None)
 
+    def start(self) -> None:
+        """Start the threads, if they are not there: what follows cannot fail for want of one."""
+        with self._changed:
+            self._run_threads()
+
     def add(self, save: InFlight) -> None:
         """Take over a save."""
         with self._changed:
             self._saves.append(save)
             self._newest, self._polls = save.number, 0
-            self._run_thread()
+            self._run_threads()
             self._changed.notify_all()
 
     def after(self, action: Callable[[], None], what: str) -> None:
@@ -154,9 +160,9 @@ class Settler:
         Not at all if the newest save has failed and nobody was told: the caller takes it for done.
         """
         with self._changed:
-            if self._saves or self._actions or self._busy:
+            if not self.is_idle():
                 self._actions.append(_Action(self._newest, action, what))
-                self._run_thread()
+                self._run_threads()
                 self._changed.notify_all()
                 return
             failed = any(alarm.number == self._newest for alarm in self._alarms)
@@ -183,14 +189,23 @@ class Settler:
         if alarm.raise_at is None or now >= alarm.raise_at:
             self.raise_failures(upto=alarm.number)
 
-    def raise_failures(self, *, upto: int | None = None) -> None:
+    def raise_failures(self, *, upto: int | None = None, path: Path | None = None) -> None:
         """Raise what has failed and was not told, of the saves up to a number.
+
+        Args:
+            upto: The number; None for all.
+            path: Only of saves to this path.
 
         Raises:
             AsyncSaveError: The first of them; the others stand in its notes.
         """
         with self._changed:
-            told = [one for one in self._alarms if upto is None or one.number <= upto]
+            told = [
+                one
+                for one in self._alarms
+                if (upto is None or one.number <= upto)
+                and (path is None or os.path.realpath(one.path) == os.path.realpath(path))
+            ]
             for one in told:
                 self._alarms.remove(one)
         if not told:
@@ -237,55 +252,72 @@ class Settler:
 
     def is_idle(self) -> bool:
         """Whether all saves have ended and all actions have run; for ``wait_for``."""
-        return not (self._saves or self._actions or self._busy)
+        return not (self._saves or self._actions or self._settling or self._acting)
 
     def close(self, timeout_secs: float) -> None:
-        """End the thread; what is in flight is not waited for."""
+        """End the threads; what is in flight is not waited for."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_secs)
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_secs)
 
-    # -- the thread
+    # -- the threads: a slow action keeps no rank from hearing how a save ended
 
-    def _run_thread(self) -> None:
-        if self._thread is None:
+    def _run_threads(self) -> None:
+        """Start those that are not there. With the lock held."""
+        for run, name in ((self._run, "dist_ckpt-settle"), (self._act, "dist_ckpt-after"))[
+            len(self._threads) :
+        ]:
             self._closed = False
-            self._thread = threading.Thread(target=self._run, name="dist_ckpt-settle", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=run, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def _run(self) -> None:
+        """End saves, one after the other."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._saves or self._actions or self._closed)
-                if self._closed and not self._saves and not self._actions:
+                self._changed.wait_for(lambda: self._saves or self._closed)
+                if not self._saves:
                     return
-                action = self._next_action()
-                save = self._saves[0] if action is None else None
-                self._busy = True
+                save = self._saves[0]
+                self._settling = True
             try:
-                if action is not None:
-                    _perform(action)
-                elif save is not None:
-                    self._settle(save)
+                self._settle(save)
             finally:
                 with self._changed:
-                    self._busy = False
+                    self._settling = False
                     self._changed.notify_all()
 
-    def _next_action(self) -> _Action | None:
-        """Return the oldest action that no save stands before. With the lock held."""
-        while self._actions:
-            action = self._actions[0]
-            if self._saves and self._saves[0].number <= action.number:
-                return None
-            self._actions.popleft()
-            if action.number not in self._failed:
-                return action
-            logger.warning("not done, as the save before it failed: %s", action.what)
-        return None if self._saves else _NOTHING
+    def _act(self) -> None:
+        """Run actions, one after the other."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_action_due() or self._is_over())
+                if not self._is_action_due():
+                    return
+                action = self._actions.popleft()
+                is_void = action.number in self._failed
+                self._acting = True
+            try:
+                if is_void:
+                    logger.warning("not done, as the save before it failed: %s", action.what)
+                else:
+                    _perform(action)
+            finally:
+                with self._changed:
+                    self._acting = False
+                    self._changed.notify_all()
+
+    def _is_action_due(self) -> bool:
+        """Whether no save stands before the oldest action. With the lock held."""
+        return bool(self._actions) and self.is_past(self._actions[0].number)
+
+    def _is_over(self) -> bool:
+        return self._closed and not self._actions
 
     def _settle(self, save: InFlight) -> None:
         failure = _outcome(save)
@@ -356,13 +388,10 @@ def _last(polls: Sequence[_Poll]) -> _Poll:
     return max(polls)
 
 
-_NOTHING = _Action(0, lambda: None, "nothing")
-
-
 def _perform(action: _Action) -> None:
     try:
         action.run()
-    except Exception:
+    except BaseException:  # SystemExit too: it would end the thread, not the program
         logger.exception("failed, after a background save: %s", action.what)
 
 
@@ -406,6 +435,7 @@ def _stand_in(save: InFlight, error: Exception) -> None:
             commit(point, _Withdrawn(save.planned.attempt), failure=failure)
         else:
             stand_in(point, failure)
+            return  # the worker had all of it, and the save is committed
     except HubLostError:
         raise
     except CheckpointingException as told:
@@ -468,8 +498,12 @@ def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseExce
             attempt.abort()
             forget_trash(attempt)
         return _noted(save, None if is_published else error)
+    point = save.planned.point
+    patience = (
+        _AGREE_SECS if point is None else point.timeout_secs
+    )  # rank 0 may be stopped, not dead
     try:
-        notes = beside(save.comm, save.planned.name, _AGREE_SECS)
+        notes = beside(save.comm, save.planned.name, patience)
         told: BaseException | None = notes.hear("ended")  # type: ignore[attr-defined]  # of a store
     except Exception as trouble:  # noqa: BLE001 - then it is not known, and counts as failed
         error.add_note(f"rank 0 did not tell how it ended: {trouble}")

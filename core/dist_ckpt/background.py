@@ -121,6 +121,7 @@ class BackgroundSaver:
             ConfigError: The saver is closed.
         """
         self._check_open()
+        self._guard_optimizers()  # the first save may come in the closure of a step that has begun
         self._worker_of(self._rank_of_job()).start()
 
     @property
@@ -166,7 +167,8 @@ class BackgroundSaver:
             return
         number = self._settler.newest_to(path_to_tell(path))
         self._settler.wait_for(lambda: self._settler.is_past(number), limit, f"waiting for {path}")
-        self._settler.raise_failures(upto=number)
+        # Not those before it: whether this rank has waited here, the others do not know.
+        self._settler.raise_failures(upto=number, path=path_to_tell(path))
 
     def drain(self, *, timeout_secs: float | None = None) -> None:
         """Wait until nothing is in flight and all queued actions have run.
@@ -236,7 +238,7 @@ class BackgroundSaver:
         if self._copier is not None:
             self._copier.close()
         if self._pool is not None:
-            self._pool.close()
+            self._pool.retire()  # nobody reads it any more, whoever still has a lease
 
     # -- a save
 
@@ -312,9 +314,11 @@ class BackgroundSaver:
             self._emit(Failed(**common, secs=secs, phase="planning", error=str(error)))  # type: ignore[arg-type]  # as above
             raise
         save.started, save.on_settled = started, on_settled
-        self._announce(save, common, waited)
-        self._accepted.append(save.number)
-        self._settler.add(save)
+        try:
+            self._announce(save, common, waited)
+        finally:  # the worker has it: Ctrl-C in a sink must not leave its memory to nobody
+            self._accepted.append(save.number)
+            self._settler.add(save)
         if save.interrupt is not None:
             raise save.interrupt
 
@@ -329,7 +333,9 @@ class BackgroundSaver:
         worker = self._worker_of(comm.rank)
 
         def started() -> SaveRequest:
-            worker.start()  # inside of the exchange: a rank that cannot is told to all
+            # Inside of the exchange: a rank that cannot is told to all.
+            worker.start()
+            self._settler.start()
             return build()
 
         planned = self._planner.plan(
@@ -392,8 +398,7 @@ class BackgroundSaver:
             )
         if self._copier is None:
             self._copier = Copier(thread_count=self.options.copy_threads)
-        if self.options.overlap and self._guard is None:
-            self._guard = _guard(self)
+        self._guard_optimizers()
         return Means(
             pool=self._pool,
             copier=self._copier,
@@ -401,6 +406,10 @@ class BackgroundSaver:
             overlap=self.options.overlap,
             timeout_secs=self._patience(options),
         )
+
+    def _guard_optimizers(self) -> None:
+        if self.options.overlap and self._guard is None:
+            self._guard = _guard(self)
 
     def _worker_of(self, rank: int) -> Worker:
         self._rank = rank

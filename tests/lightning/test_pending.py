@@ -12,7 +12,7 @@ import pytest
 from dist_ckpt.errors import BarrierTimeoutError
 from dist_ckpt.events import Committed, Failed, SaveStarted, Staged, Written
 from lightning_dist_ckpt._metrics import SaveMetrics
-from lightning_dist_ckpt._model_checkpoint import Memory, take_back
+from lightning_dist_ckpt._model_checkpoint import Memory, Outcome, take_back
 from lightning_dist_ckpt._pending import Pending, flip_link
 
 
@@ -176,7 +176,7 @@ def callback(**top: float) -> SimpleNamespace:
 
 def asked(one: SimpleNamespace, path: str, score: float, *, failed: bool) -> Memory:
     """Let a callback that keeps two ask for a save."""
-    memory = Memory(one, "top").of(path)
+    memory = Memory(one, "top").of(path, Outcome())
     top = one.best_k_models
     if len(top) == 2:
         del top[one.kth_best_model_path]
@@ -184,8 +184,8 @@ def asked(one: SimpleNamespace, path: str, score: float, *, failed: bool) -> Mem
     saved = one._last_global_step_saved + 1
     vars(one).update(vars(callback(**top)))
     one._last_checkpoint_saved, one._last_global_step_saved = path, saved
-    memory.end(OSError() if failed else None)
-    memory.end(None)  # the first time counts
+    memory.outcome.end(OSError() if failed else None)
+    memory.outcome.end(None)  # the first time counts
     return memory
 
 
@@ -197,6 +197,7 @@ def asked(one: SimpleNamespace, path: str, score: float, *, failed: bool) -> Mem
         ("b+ c-", {"a": 5.0, "b": 4.0}, ("b", 2)),
         ("b- c+", {"c": 3.0}, ("c", 3)),
         ("b+ c- d+", {"d": 2.0}, ("d", 4)),
+        ("b- b+", {"b": 4.0}, ("b", 3)),
     ],
 )
 def test_memory_without_failed_saves(
@@ -210,7 +211,8 @@ def test_memory_without_failed_saves(
 
     known = {path: one.best_k_models.get(path) for path in top}
     assert known == top
-    failed = {fate[0] for fate in fates.split() if fate[1] == "-"}
+    ends = {fate[0]: fate[1] for fate in fates.split()}
+    failed = {path for path, end in ends.items() if end == "-"}
     assert not failed & {*one.best_k_models, one.best_model_path, one._last_checkpoint_saved}
     assert one.best_model_path == min(one.best_k_models, key=one.best_k_models.get)
     assert (one._last_checkpoint_saved, one._last_global_step_saved) == saved

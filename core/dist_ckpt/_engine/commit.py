@@ -66,7 +66,8 @@ class Attempt:
         never mistaken for this one and never has to be cleared first.
         """
         target = Path(os.path.abspath(target))  # noqa: PTH100 - resolve() would follow a link
-        parent = staging_dir or target.parent
+        # The worker that publishes may have another working directory by now.
+        parent = target.parent if staging_dir is None else Path(os.path.abspath(staging_dir))  # noqa: PTH100 - same
         checkpoint_id = uuid.uuid4().hex
         directory = parent / f"{attempt_prefix(target)}{checkpoint_id[:12]}.attempt"
         with storage_errors("create", target.parent):
