@@ -8,17 +8,13 @@ See docs/decisions/0017-background-saves.md.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dist_ckpt._async_saving import AsyncPlanner
 from dist_ckpt._background.worker import Worker
@@ -29,8 +25,10 @@ from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._handing_over import Means, hand_over
 from dist_ckpt._live import LiveDescriptions
+from dist_ckpt._occasions import close_at_exit, step_guard
+from dist_ckpt._outcomes import InFlight, beside
 from dist_ckpt._preparing import SaveRequest
-from dist_ckpt._settling import InFlight, Settler, beside
+from dist_ckpt._settling import Settler
 from dist_ckpt.errors import (
     AsyncSaveError,
     BarrierTimeoutError,
@@ -104,7 +102,7 @@ class BackgroundSaver:
         self._rank = 0
         self._closed = False
         self._pid = os.getpid()
-        self._unregister = _at_exit(self)
+        self._unregister = close_at_exit(self)
 
     def __enter__(self) -> Self:
         """Return the saver."""
@@ -409,7 +407,7 @@ class BackgroundSaver:
 
     def _guard_optimizers(self) -> None:
         if self.options.overlap and self._guard is None:
-            self._guard = _guard(self)
+            self._guard = step_guard(self)
 
     def _worker_of(self, rank: int) -> Worker:
         self._rank = rank
@@ -462,48 +460,3 @@ def saver_of(
         drain_timeout_secs=config.drain_timeout_secs,
     )
     return BackgroundSaver(options, sinks=sinks, timeout_secs=config.timeout_secs)
-
-
-def _guard(saver: BackgroundSaver) -> Any:
-    """Let every optimizer's step wait for copies of this saver; return the hook's handle.
-
-    Optimizers of torch call the closure that a step is given before they change anything: then
-    the wait comes behind it, as forward and backward are in there.
-    """
-    reference = weakref.ref(saver)
-
-    def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = reference()
-        if found is None:
-            return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None or not f"{type(optimizer).__module__}.".startswith("torch.optim."):
-            found.finish_staging()
-            return None
-
-        def and_wait() -> Any:
-            result = closure()
-            found.finish_staging()
-            return result
-
-        if len(args) > 1:
-            return (args[0], and_wait, *args[2:]), kwargs
-        return args, {**kwargs, "closure": and_wait}
-
-    return register_optimizer_step_pre_hook(before_step)
-
-
-def _at_exit(saver: BackgroundSaver) -> Callable[[], None]:
-    """Drain the saver at the end of the program; return what takes that back."""
-    reference, pid = weakref.ref(saver), os.getpid()
-
-    def close() -> None:
-        found = reference()
-        if found is not None and os.getpid() == pid:
-            try:
-                found.close()
-            except Exception:
-                logger.exception("a checkpoint was not finished at the end of the program")
-
-    atexit.register(close)
-    return lambda: atexit.unregister(close)
