@@ -20,8 +20,8 @@ from dist_ckpt._background.hub_client import HubLostError
 from dist_ckpt._comm.failures import describe_failure
 from dist_ckpt._comm.single import SingleCommunicator
 from dist_ckpt._comm.store import StoreCommunicator
-from dist_ckpt._engine.commit import forget_trash, locate
-from dist_ckpt._formats.manifest import read_manifest
+from dist_ckpt._engine.commit import forget_trash
+from dist_ckpt._publishing import is_published
 from dist_ckpt.errors import (
     AsyncSaveError,
     CheckpointingException,
@@ -154,24 +154,16 @@ def _noted(save: InFlight, failure: BaseException | None) -> BaseException | Non
     return failure
 
 
-def _is_published(attempt: Attempt) -> bool:
-    try:
-        manifest = read_manifest(locate(attempt.target))
-    except CheckpointingException:
-        return False
-    return manifest.checkpoint_id == attempt.checkpoint_id
-
-
 def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
     """Find out how a save ended whose commit nobody has told of."""
     if save.comm.rank == 0:
         attempt = save.planned.attempt
-        is_published = attempt is not None and _is_published(attempt)
+        is_there = attempt is not None and is_published(attempt)
         if attempt is not None:
             # What it replaced, or what was written: whoever would have removed it is dead.
             attempt.abort()
             forget_trash(attempt)
-        return _noted(save, None if is_published else error)
+        return _noted(save, None if is_there else error)
     point = save.planned.point
     # Rank 0 may be stopped, not dead.
     patience = _NOTE_SECS if point is None else point.timeout_secs

@@ -12,7 +12,13 @@ import shutil
 import stat
 from typing import TYPE_CHECKING
 
-from dist_ckpt._formats.manifest import Manifest, files_of_checkpoint, write_documents
+from dist_ckpt._engine.commit import locate
+from dist_ckpt._formats.manifest import (
+    Manifest,
+    files_of_checkpoint,
+    read_manifest,
+    write_documents,
+)
 from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import LocalStore
 from dist_ckpt.storage.local import fsync_directory, storage_errors
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     from dist_ckpt.core import CheckpointingConfig
     from dist_ckpt.options import SaveOptions
 
-__all__ = ["all_files", "check_target", "publish"]
+__all__ = ["all_files", "check_target", "is_published", "publish"]
 
 _REPLACEABLE = (stat.S_ISDIR, stat.S_ISREG, stat.S_ISLNK)
 
@@ -83,6 +89,15 @@ def publish(
         # lies there is then kept beside it.
         old_files = frozenset()
     attempt.publish(old_files=old_files)
+
+
+def is_published(attempt: Attempt) -> bool:
+    """Whether this very save is at its target: for those who did not see how it ended."""
+    try:
+        manifest = read_manifest(locate(attempt.target))
+    except CheckpointingException:
+        return False
+    return manifest.checkpoint_id == attempt.checkpoint_id
 
 
 def all_files(written: Sequence[Written], plan: SavePlan, directory: Path) -> dict[str, int]:

@@ -263,8 +263,11 @@ def _abort(order: Order | None) -> None:
         return
     try:
         order.abort()
-    except Exception:  # noqa: BLE001 - the save has failed anyway, and of something else
-        logger.warning("%s: what a failed save has left was not removed", order.target)
+    except Exception:
+        # The save has failed anyway, and of something else.
+        logger.warning(
+            "%s: what a failed save has left was not removed", order.target, exc_info=True
+        )
 
 
 def _hear_all(

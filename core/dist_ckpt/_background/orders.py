@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dist_ckpt._background.writing import write_files
-from dist_ckpt._engine.commit import locate
-from dist_ckpt._formats.manifest import read_manifest
-from dist_ckpt._publishing import publish
-from dist_ckpt.errors import CheckpointingException, CoordinationError, StorageError
+from dist_ckpt._publishing import is_published, publish
+from dist_ckpt.errors import CoordinationError, StorageError
 
 if TYPE_CHECKING:
     from dist_ckpt._engine.commit import Attempt
@@ -165,11 +163,7 @@ class Publication:
 
     def is_published(self) -> bool:
         """Whether this very save is at its target: for those who did not see how it ended."""
-        try:
-            manifest = read_manifest(locate(self.attempt.target))
-        except CheckpointingException:
-            return False
-        return manifest.checkpoint_id == self.attempt.checkpoint_id
+        return is_published(self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
