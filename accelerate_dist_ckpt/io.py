@@ -44,6 +44,13 @@ class DistCkptIO:
         drain_timeout_secs: How long to wait at the end for what is in flight.
         events_file: Where to append what happens to saves, as JSON lines.
         log_metrics: Whether the trackers get stall, writing time and speed.
+        verify: What a load compares with the checksums: what it reads, everything before anything
+            is filled, or nothing.
+        verify_newest: How closely a checkpoint is looked at before it counts as the newest one:
+            its documents and the sizes of all files, or every byte.
+        preemption: Whether SIGTERM leads to one more save and a clean stop.
+        grace_secs: How long after SIGTERM the process may go on.
+        sweep_after_secs: How old leftovers of this job's dead saves must be to be removed.
         on_unsupported: With DeepSpeed, Megatron-LM and XLA, which own their checkpoints:
             ``native`` leaves the call to Accelerate with a warning, ``raise`` refuses it.
         lone_rank_timeout_secs: How long rank 0 waits in ``save_state`` for the others before it
@@ -74,6 +81,11 @@ class DistCkptIO:
         drain_timeout_secs: float | None = None,
         events_file: str | None = None,
         log_metrics: bool | None = None,
+        verify: Literal["read", "full", "off"] | None = None,
+        verify_newest: Literal["files", "full"] | None = None,
+        preemption: bool | None = None,
+        grace_secs: float | None = None,
+        sweep_after_secs: float | None = None,
         on_unsupported: OnUnsupported = "native",
         lone_rank_timeout_secs: float = 30.0,
     ) -> None:
@@ -93,6 +105,11 @@ class DistCkptIO:
             "drain_timeout_secs": drain_timeout_secs,
             "events_file": events_file,
             "log_metrics": log_metrics,
+            "verify": verify,
+            "verify_newest": verify_newest,
+            "preemption": preemption,
+            "grace_secs": grace_secs,
+            "sweep_after_secs": sweep_after_secs,
         }
         self._choose(load_config(None, **fields), on_unsupported, lone_rank_timeout_secs)
 
@@ -156,5 +173,6 @@ class DistCkptIO:
         return LoadOptions(
             thread_count=self.config.thread_count,
             timeout_secs=self.config.timeout_secs,
+            verify=self.config.verify,
             allow_pickle=self.config.allow_pickle,
         )

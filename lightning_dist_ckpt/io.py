@@ -67,6 +67,13 @@ class DistCkptIO(CheckpointIO):
         events_file: Where to append what happens to saves, as JSON lines; ranks other than 0 put
             their number into the name.
         log_metrics: Whether the Trainer's loggers get stall, writing time and speed.
+        verify: What a load compares with the checksums: what it reads, everything before anything
+            is filled, or nothing.
+        verify_newest: How closely a checkpoint is looked at before it counts as the newest one:
+            its documents and the sizes of all files, or every byte.
+        preemption: Whether SIGTERM leads to one more save and a clean stop.
+        grace_secs: How long after SIGTERM the process may go on.
+        sweep_after_secs: How old leftovers of this job's dead saves must be to be removed.
 
     Raises:
         ConfigError: A value is wrong, wherever it comes from.
@@ -89,6 +96,11 @@ class DistCkptIO(CheckpointIO):
         drain_timeout_secs: float | None = None,
         events_file: str | None = None,
         log_metrics: bool | None = None,
+        verify: Literal["read", "full", "off"] | None = None,
+        verify_newest: Literal["files", "full"] | None = None,
+        preemption: bool | None = None,
+        grace_secs: float | None = None,
+        sweep_after_secs: float | None = None,
     ) -> None:
         """Load the configuration."""
         super().__init__()
@@ -107,6 +119,11 @@ class DistCkptIO(CheckpointIO):
             drain_timeout_secs=drain_timeout_secs,
             events_file=events_file,
             log_metrics=log_metrics,
+            verify=verify,
+            verify_newest=verify_newest,
+            preemption=preemption,
+            grace_secs=grace_secs,
+            sweep_after_secs=sweep_after_secs,
         )
         self._announce()
 
@@ -154,6 +171,7 @@ class DistCkptIO(CheckpointIO):
         return LoadOptions(
             thread_count=self.config.thread_count,
             timeout_secs=self.config.timeout_secs,
+            verify=self.config.verify,
             allow_pickle=self.config.allow_pickle if weights_only is None else not weights_only,
             cast="allow",
         )

@@ -64,18 +64,24 @@ class LoadOptions:
         allow_pickle: Whether values that were pickled may be loaded. That runs code from the
             checkpoint: only for checkpoints you trust.
         cast: What to do if stored and requested dtype differ: raise, or convert.
+        verify: What is compared with the checksums of the checkpoint: ``read``, what is read, block
+            by block; ``full``, every byte of all files, by all ranks together, before anything is
+            filled; ``off``, nothing but sizes.
     """
 
     thread_count: int = 2
     timeout_secs: float = 1800.0
     allow_pickle: bool = False
     cast: Literal["error", "allow"] = "error"
+    verify: Literal["read", "full", "off"] = "read"
 
     def __post_init__(self) -> None:
         """Refuse values that no load can work with."""
         _check_positive(thread_count=self.thread_count, timeout_secs=self.timeout_secs)
         if self.cast not in ("error", "allow"):
             raise ConfigError(f"cast must be 'error' or 'allow', not {self.cast!r}.")
+        if self.verify not in ("read", "full", "off"):
+            raise ConfigError(f"verify must be 'read', 'full' or 'off', not {self.verify!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

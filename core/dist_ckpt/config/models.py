@@ -34,6 +34,13 @@ class DistCkptConfig(BaseModel):
         events_file: Where to append what happens to saves, as JSON lines; ranks other than 0 put
             their number into the name.
         log_metrics: Whether the framework's loggers get stall, writing time and speed.
+        verify: What a load compares with the checksums: what it reads, everything before anything
+            is filled, or nothing.
+        verify_newest: How closely a checkpoint is looked at before it counts as the newest one:
+            its documents and the sizes of all files, or every byte.
+        preemption: Whether SIGTERM leads to one more save and a clean stop.
+        grace_secs: How long after SIGTERM the process may go on.
+        sweep_after_secs: How old leftovers of this job's dead saves must be to be removed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -52,3 +59,8 @@ class DistCkptConfig(BaseModel):
     drain_timeout_secs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     events_file: str | None = None
     log_metrics: bool = True
+    verify: Literal["read", "full", "off"] = "read"
+    verify_newest: Literal["files", "full"] = "full"
+    preemption: bool = False
+    grace_secs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    sweep_after_secs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 86400.0
