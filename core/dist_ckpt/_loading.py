@@ -7,18 +7,14 @@ exchanges in all; reading itself waits for nobody.
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt._engine.commit import locate
 from dist_ckpt._engine.memory import fill_zero
 from dist_ckpt._formats.documents import COMMON_FILE, CheckpointContents, check_unchanged
 from dist_ckpt._formats.objects import COMMON_KEY, decode_document
-from dist_ckpt._formats.opening import open_contents
 from dist_ckpt._formats.reading import Destination, read_into
 from dist_ckpt._formats.torch_dist.foreign import (
     foreign_common,
@@ -31,10 +27,8 @@ from dist_ckpt._planning.describe import dtype_from_name, dtype_name, local_shar
 from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt._state import LoadParts, merge_after_load, split_for_load
 from dist_ckpt.errors import (
-    CheckpointingException,
     CheckpointNotFoundError,
     MismatchError,
-    UnknownStrategyError,
 )
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.validation import (
@@ -56,10 +50,7 @@ __all__ = [
     "LoadRequest",
     "LoadResult",
     "Source",
-    "check_indexed",
     "index_of",
-    "open_checkpoint",
-    "open_together",
     "read_common",
     "read_leaves",
     "read_object",
@@ -122,47 +113,6 @@ class _Request:
     objects: list[ShardedObject]
     unexpected: list[str]
     view: RankView
-
-
-def open_checkpoint(checkpoint_dir: Path) -> CheckpointContents:
-    """Recognise and index a checkpoint. Not collective."""
-    checkpoint_dir = Path(os.path.abspath(checkpoint_dir))  # noqa: PTH100 - resolve() follows links
-    found = locate(checkpoint_dir)
-    try:
-        return open_contents(found)
-    except CheckpointingException:
-        # A re-save without an atomic exchange moves the old one aside and back into nothing.
-        again = locate(checkpoint_dir)
-        if again == found:
-            raise
-        return open_contents(again)
-
-
-def open_together(
-    checkpoint_dir: Path, comm: Communicator, *, check: Callable[[], object] = lambda: None
-) -> CheckpointContents:
-    """Recognise and index a checkpoint on rank 0, for all. Collective.
-
-    ``check`` looks at each rank's arguments first; what it raises on one is raised on all.
-    """
-    return comm.map_reduce(
-        f"opening {checkpoint_dir}",
-        lambda: check() is None,
-        lambda _: open_checkpoint(checkpoint_dir),
-    )
-
-
-def check_indexed(contents: CheckpointContents) -> None:
-    """Raise if only a strategy can read this checkpoint: the verdict is the same on all ranks.
-
-    Raises:
-        UnknownStrategyError: It is of a third party's format.
-    """
-    if not contents.is_indexed:
-        raise UnknownStrategyError(
-            f"{contents.directory}: format {contents.backend} is not one of ours.",
-            hint="`dist_ckpt.load` reads it, if its strategy is installed or given.",
-        )
 
 
 def run_load(
@@ -282,8 +232,20 @@ def read_whole(
         Destination(key, Box((0,) * len(one.shape), one.shape), tensor)
         for key, one, tensor in zip(keys, stored, tensors, strict=True)
     ]
-    read_into(wanted, contents.index, contents.directory, thread_count=options.thread_count)
+    _fill(wanted, contents, options)
     return tensors
+
+
+def _fill(
+    destinations: Sequence[Destination], contents: CheckpointContents, options: LoadOptions
+) -> None:
+    read_into(
+        destinations,
+        contents.index,
+        contents.directory,
+        files={} if options.verify == "off" else contents.files,
+        thread_count=options.thread_count,
+    )
 
 
 def _match(
@@ -372,7 +334,7 @@ def read_leaves(
         for tensor in filled
         for box, view, wanted in _wanted(tensor, contents)
     ]
-    read_into(destinations, contents.index, contents.directory, thread_count=options.thread_count)
+    _fill(destinations, contents, options)
     values = [read_object(one, contents, options) for one in objects]
     return [tensor.data for tensor in filled], values
 

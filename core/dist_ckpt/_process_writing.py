@@ -31,6 +31,7 @@ from dist_ckpt.errors import BarrierTimeoutError, ConfigError, StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dist_ckpt._checksums import FileSum
     from dist_ckpt._engine.pool import Lease
     from dist_ckpt._saving import PendingSave
 
@@ -143,6 +144,6 @@ class _Write:
         for run in self._image.runs():
             save.staged(run)
         save.all_staged()
-        sizes: dict[str, int] = save.outcome.result()
+        files: dict[str, FileSum] = save.outcome.result()
         results = [result for file in self._image.files for result in file.results]
-        return Written(files=sizes, results=results)
+        return Written(files=files, results=results)

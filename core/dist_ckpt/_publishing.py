@@ -12,6 +12,7 @@ import shutil
 import stat
 from typing import TYPE_CHECKING
 
+from dist_ckpt._checksums import FileSum, sum_of_file
 from dist_ckpt._engine.commit import locate
 from dist_ckpt._formats.manifest import (
     Manifest,
@@ -20,7 +21,7 @@ from dist_ckpt._formats.manifest import (
     write_documents,
 )
 from dist_ckpt.errors import CheckpointingException, StorageError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def check_target(target: Path, options: SaveOptions) -> None:
 def publish(
     attempt: Attempt,
     documents: Mapping[str, bytes],
-    files: Mapping[str, int],
+    files: Mapping[str, FileSum],
     config: CheckpointingConfig,
     *,
     world_size: int,
@@ -72,16 +73,21 @@ def publish(
     Args:
         attempt: Complete but for its documents.
         documents: The format's and the common part's.
-        files: All data files with their sizes.
+        files: All data files with their checksums.
         config: What the marker says.
         world_size: Number of ranks that saved.
         include_dir: Its entries are moved into the checkpoint.
     """
     if include_dir is not None:
         with storage_errors("include", include_dir):
-            _include(include_dir, attempt.directory)
-    manifest = Manifest(files=files, world_size=world_size, checkpoint_id=attempt.checkpoint_id)
-    write_documents(LocalStore(attempt.directory), documents, manifest, config)
+            files = {**files, **_include(include_dir, attempt.directory)}
+    manifest = Manifest(
+        files=files,
+        world_size=world_size,
+        checkpoint_id=attempt.checkpoint_id,
+        name=attempt.target.name,
+    )
+    write_documents(open_store(attempt.directory), documents, manifest, config)
     try:
         old_files = files_of_checkpoint(attempt.target)
     except CheckpointingException:
@@ -100,8 +106,8 @@ def is_published(attempt: Attempt) -> bool:
     return manifest.checkpoint_id == attempt.checkpoint_id
 
 
-def all_files(written: Sequence[Written], plan: SavePlan, directory: Path) -> dict[str, int]:
-    """Return all data files with their sizes: as the ranks told, or as the directory has them."""
+def all_files(written: Sequence[Written], plan: SavePlan, directory: Path) -> dict[str, FileSum]:
+    """Return all data files with their sums: as the ranks told, or as the directory has them."""
     files = dict(plan.files)
     for one in written:
         if one.files is None:
@@ -110,27 +116,38 @@ def all_files(written: Sequence[Written], plan: SavePlan, directory: Path) -> di
     return files
 
 
-def _synced_files(directory: Path) -> dict[str, int]:
-    """Return all files below ``directory`` with their sizes, after making them durable."""
+def _synced_files(directory: Path) -> dict[str, FileSum]:
+    """Return all files below ``directory`` with their sums, after making them durable."""
     with storage_errors("sync", directory):
         _sync_tree(directory)
-        return {
-            path.relative_to(directory).as_posix(): path.stat().st_size
-            for path in sorted(directory.rglob("*"))
-            if path.is_file()
-        }
+        return _sums_below(directory, directory)
 
 
-def _include(source: Path, destination: Path) -> None:
+def _sums_below(path: Path, root: Path) -> dict[str, FileSum]:
+    """Return the sums of a file, or of all regular files of a folder, by name below ``root``."""
+    found = sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [path]
+    return {
+        one.relative_to(root).as_posix(): sum_of_file(one)
+        for one in found
+        if stat.S_ISREG(one.lstat().st_mode)
+    }
+
+
+def _include(source: Path, destination: Path) -> dict[str, FileSum]:
+    """Move what is in ``source`` into the checkpoint, durably; return its files."""
     taken = [entry.name for entry in source.iterdir() if os.path.lexists(destination / entry.name)]
     if taken:
         raise StorageError(
             f"cannot include {source}: the checkpoint has {', '.join(sorted(taken))} itself.",
             hint="give what is included another name.",
         )
+    files: dict[str, FileSum] = {}
     for entry in sorted(source.iterdir()):
-        shutil.move(entry, destination / entry.name)
-        _sync_tree(destination / entry.name)
+        moved = destination / entry.name
+        shutil.move(entry, moved)
+        _sync_tree(moved)
+        files |= _sums_below(moved, destination)
+    return files
 
 
 def _sync_tree(path: Path) -> None:

@@ -27,7 +27,7 @@ from dist_ckpt._preparing import (
 from dist_ckpt._publishing import all_files, check_target, publish
 from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError, StorageError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -247,7 +247,7 @@ def begin_sharded(
         return directory
 
     def finish(written: Sequence[Written]) -> None:
-        fmt, store = prepared().request.format, LocalStore(directory)
+        fmt, store = prepared().request.format, open_store(directory)
         documents = fmt.documents(proven(written, coordinator), coordinator.empty, directory)
         for name, data in documents.items():
             store.create(name, data)

@@ -13,13 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._comm import SingleCommunicator
-from dist_ckpt._loading import (
-    LoadRequest,
-    open_checkpoint,
-    read_object,
-    run_load,
-    stored_keys,
-)
+from dist_ckpt._loading import LoadRequest, read_object, run_load, stored_keys
+from dist_ckpt._opened import open_checkpoint
 from dist_ckpt._rank_request import RankRequest, is_all_global
 from dist_ckpt._rank_state import PART_KEY, thawed
 from dist_ckpt.checkpoint_writer import default_rank_info

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dist_ckpt._sealing import parse_document
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
@@ -76,12 +77,12 @@ def maybe_load_config(checkpoint_dir: PathLike) -> CheckpointingConfig | None:
     if not checkpoint_dir:
         return None
     directory = Path(checkpoint_dir)
-    store = LocalStore(directory)
+    store = open_store(directory)
     if not directory.is_dir() or store.nbytes(CONFIG_FNAME) is None:
         return None
     data = store.read(CONFIG_FNAME, max_nbytes=_MAX_NBYTES)
     try:
-        fields = json.loads(data)
+        fields = parse_document(data, where=str(directory / CONFIG_FNAME))
         known = {f.name: f.type for f in dataclasses.fields(CheckpointingConfig)}
         config = CheckpointingConfig(**{k: v for k, v in fields.items() if k in known})
         problems = [
@@ -107,7 +108,7 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: PathLike) -> None:
         StorageError: It could not be written; an older file is as it was.
     """
     directory = Path(checkpoint_dir)
-    store = LocalStore(directory)
+    store = open_store(directory)
     temporary = f".{CONFIG_FNAME}.{uuid.uuid4().hex}"
     try:
         store.create(temporary, config.to_json())

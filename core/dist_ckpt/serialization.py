@@ -15,15 +15,13 @@ from dist_ckpt._comm import SingleCommunicator, default_communicator
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._loading import (
     LoadRequest,
-    check_indexed,
-    open_checkpoint,
-    open_together,
     read_common,
     read_leaves,
     read_whole,
     run_load,
     stored_keys,
 )
+from dist_ckpt._opened import check_indexed, open_checkpoint, open_together
 from dist_ckpt._planning.describe import local_shards
 from dist_ckpt._process_writing import staged_write
 from dist_ckpt._saving import PendingSave, SaveRequest, begin_save, run_save
@@ -210,7 +208,7 @@ def load(  # noqa: PLR0917 - the lineage's signature
 
     # What is no path or no flag on one rank is told to all.
     arguments = lambda: (checked_path(checkpoint_dir), parse_strict_flag(strict))  # noqa: E731
-    contents = open_together(path_to_tell(checkpoint_dir), comm, check=arguments)
+    contents = open_together(path_to_tell(checkpoint_dir), comm, options, check=arguments)
     policy = StrictPolicy.of(parse_strict_flag(strict))
 
     def build() -> LoadRequest:

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 
 from dist_ckpt import ShardedTensor
+from dist_ckpt._checksums import sum_of_file
 from dist_ckpt._formats.base import Destination, SaveFormat, WriteJob
+from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt._formats.zarr.format import ZarrFormat
 from dist_ckpt._formats.zarr.index import zarr_index_from_json
 from dist_ckpt._formats.zarr.read import read_into
@@ -21,6 +23,7 @@ from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import local_shards
 from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
 from dist_ckpt._state import SaveParts
+from dist_ckpt.storage import open_store
 
 THREADS = 2
 
@@ -58,16 +61,18 @@ def save_ranks(
         if 0 in info.global_shape
     }
     documents = formats[0].documents(results, empty, directory)
-    sizes: dict[str, int] = dict(plan.files)
+    files = dict(plan.files)
     for of_rank in written:
         assert of_rank.files is not None
-        assert not sizes.keys() & of_rank.files.keys(), "two ranks wrote one file"
-        sizes |= of_rank.files
-    assert sizes == files_of(directory), (
-        "every file is told, with its size, and nothing else is there"
+        assert not files.keys() & of_rank.files.keys(), "two ranks wrote one file"
+        files |= of_rank.files
+    assert files == {name: sum_of_file(directory / name) for name in files_of(directory)}, (
+        "every file is told, with its checksums, and nothing else is there"
     )
     (directory / "index.json").write_bytes(documents["index.json"])
-    return zarr_index_from_json(documents["index.json"], where="index.json", sizes=sizes)
+    return zarr_index_from_json(
+        documents["index.json"], where="index.json", sizes=files_of(directory)
+    )
 
 
 def files_of(directory: Path) -> dict[str, int]:
@@ -86,7 +91,8 @@ def read_box(
     stored = getattr(torch, index.tensors[key].dtype)
     nbytes = box.numel * (dtype or stored).itemsize
     view = torch.full((nbytes,), 255, dtype=torch.uint8).view(dtype or stored).view(box.shape)
-    read_into([Destination(key, box, view)], index, directory, thread_count=THREADS)
+    unverified = VerifiedStore(open_store(directory), {})
+    read_into([Destination(key, box, view)], index, directory, unverified, thread_count=THREADS)
     return view
 
 

@@ -22,6 +22,7 @@ from dist_ckpt._background import writing
 from dist_ckpt._background.messages import Abandon, AllStaged, Begin, Freed, StagedRun
 from dist_ckpt._background.orders import AbandonedError, FileOrder, Run
 from dist_ckpt._background.staged import MappedArena, StagedSave
+from dist_ckpt._checksums import sum_of_file
 from dist_ckpt._comm.failures import describe_failure
 from dist_ckpt.errors import (
     BarrierTimeoutError,
@@ -101,7 +102,7 @@ def test_any_order_of_runs_makes_the_files(
 
     report, told = write(order, runs, arena)
 
-    assert report == dict(files)
+    assert report == {name: sum_of_file(folder / name) for name, _ in files}
     assert [(folder / name).read_bytes() for name, _ in files] == contents
     assert {m.run for m in told.messages if isinstance(m, Freed)} == set(runs)
     assert no_threads()
@@ -316,7 +317,7 @@ def test_files_in_folders(tmp_path: Path) -> None:
 
     report, _ = write(order, runs_of(order))
 
-    assert report == {"a/x": 3, "y": 3}
+    assert report == {name: sum_of_file(tmp_path / name) for name in ("a/x", "y")}
     assert (tmp_path / "a" / "x").read_bytes() == bytes_of(order)[:3]
 
 

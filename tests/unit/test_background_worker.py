@@ -184,6 +184,7 @@ def test_three_ranks_commit(team: list[Worker], tmp_path: Path) -> None:
     assert is_committed(tmp_path / "c")
     assert set(read_manifest(tmp_path / "c").files) == {
         "index.json",
+        "metadata.json",
         *(name for order in orders for name, _ in order.files),
     }
     for order in orders:

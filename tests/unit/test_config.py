@@ -46,6 +46,11 @@ def test_defaults() -> None:
         "drain_timeout_secs": 600.0,
         "events_file": None,
         "log_metrics": True,
+        "verify": "read",
+        "verify_newest": "full",
+        "preemption": False,
+        "grace_secs": 30.0,
+        "sweep_after_secs": 86400.0,
     }
 
 

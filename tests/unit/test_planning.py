@@ -13,6 +13,7 @@ from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import dtype_from_name, dtype_name, local_shards
 from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt._planning.load import byte_runs, plan_reads
+from dist_ckpt._sealing import sealed
 
 CHUNK = StoredChunk(Box((2, 0), (4, 6)), "__0_0.distcp", 100, 96)
 INDEX = CheckpointIndex({"x": StoredTensor("float32", (8, 6), (CHUNK,))})
@@ -76,8 +77,9 @@ def test_the_index_survives_json() -> None:
 
 def damaged(change: Any) -> bytes:
     document = json.loads(INDEX.to_json())
+    document.pop("xxh3_64")
     change(document, document["tensors"]["x"])
-    return json.dumps(document).encode()
+    return sealed(document)
 
 
 DAMAGES = {

@@ -11,7 +11,9 @@ import pytest
 from dist_ckpt import ShardedTensor
 from dist_ckpt._formats.zarr.index import zarr_index_from_json, zarr_index_without
 from dist_ckpt._geometry import Box
+from dist_ckpt._sealing import sealed
 from dist_ckpt.errors import CorruptedCheckpointError
+from tests._reseal import read_sealed
 from tests.unit._zarr import files_of, save_ranks, values
 
 GOOD: dict[str, Any] = {
@@ -30,8 +32,12 @@ GOOD: dict[str, Any] = {
 SIZES = {"w/.zarray": 100}
 
 
+def sealed_json(document: Any) -> bytes:
+    return sealed(document) if type(document) is dict else json.dumps(document).encode()
+
+
 def index_of(document: Any) -> Any:
-    return zarr_index_from_json(json.dumps(document).encode(), where="there", sizes=SIZES)
+    return zarr_index_from_json(sealed_json(document), where="there", sizes=SIZES)
 
 
 def changed(**entries: Any) -> dict[str, Any]:
@@ -112,8 +118,8 @@ def test_keys_are_taken_out(tmp_path: Path) -> None:
 def test_a_shape_that_the_files_cannot_fill_is_damage(tmp_path: Path) -> None:
     """Nobody is asked for the memory of a tensor whose bytes are not there."""
     save_ranks(tmp_path, [[ShardedTensor.from_rank_offsets("w", values((2, 3)))]], 2)
-    document = json.loads((tmp_path / "index.json").read_text())
+    document = read_sealed(tmp_path / "index.json")
     document["tensors"]["w"] |= {"shape": [1 << 40], "boxes": [[[0], [1 << 40]]]}
 
     with pytest.raises(CorruptedCheckpointError, match="'w'.* bytes for 4398046511104"):
-        zarr_index_from_json(json.dumps(document).encode(), where="there", sizes=files_of(tmp_path))
+        zarr_index_from_json(sealed(document), where="there", sizes=files_of(tmp_path))

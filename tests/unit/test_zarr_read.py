@@ -11,15 +11,21 @@ import torch
 
 from dist_ckpt import ShardedTensor
 from dist_ckpt._formats.base import Destination
+from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt._formats.zarr import slices
 from dist_ckpt._formats.zarr.read import read_into
 from dist_ckpt._formats.zarr.scan import scan_arrays
 from dist_ckpt._geometry import Box
 from dist_ckpt._planning.index import CheckpointIndex
 from dist_ckpt.errors import CorruptedCheckpointError, MismatchError, StorageError
+from dist_ckpt.storage import open_store
 from tests.unit._zarr import boxes_of, files_of, read_box, read_whole, save_ranks, values
 
 BOTH = pytest.mark.parametrize("version", [1, 2], ids=["zarr2", "zarr3"])
+
+
+def unverified(directory: Path) -> VerifiedStore:
+    return VerifiedStore(open_store(directory), {})
 
 
 def four_rows(directory: Path, version: int) -> tuple[torch.Tensor, CheckpointIndex]:
@@ -53,7 +59,11 @@ def test_a_part_of_a_shard_reads_only_its_inner_chunks(tmp_path: Path) -> None:
     row = torch.empty(1, 1024)
 
     nbytes = read_into(
-        [Destination("w", Box((700, 0), (1, 1024)), row)], index, tmp_path, thread_count=1
+        [Destination("w", Box((700, 0), (1, 1024)), row)],
+        index,
+        tmp_path,
+        unverified(tmp_path),
+        thread_count=1,
     )
 
     assert nbytes == 2 << 20
@@ -67,7 +77,11 @@ def test_values_go_straight_into_strided_memory(tmp_path: Path, version: int) ->
     memory = torch.full((6, 20), -1.0)
 
     read_into(
-        [Destination("w", Box((0, 0), (8, 6)), memory.t()[2:18:2])], index, tmp_path, thread_count=2
+        [Destination("w", Box((0, 0), (8, 6)), memory.t()[2:18:2])],
+        index,
+        tmp_path,
+        unverified(tmp_path),
+        thread_count=2,
     )
 
     assert torch.equal(memory.t()[2:18:2], tensor)
@@ -93,7 +107,11 @@ def test_a_conjugated_destination_gets_the_values(tmp_path: Path, version: int) 
     memory = torch.zeros(3, 4, dtype=torch.complex64)
 
     read_into(
-        [Destination("w", Box((0, 0), (3, 4)), memory.conj())], index, tmp_path, thread_count=1
+        [Destination("w", Box((0, 0), (3, 4)), memory.conj())],
+        index,
+        tmp_path,
+        unverified(tmp_path),
+        thread_count=1,
     )
 
     assert torch.equal(memory, tensor.conj().resolve_conj())
@@ -356,7 +374,11 @@ def test_of_large_plain_chunks_only_the_needed_bytes_are_read(
     row = torch.empty(1, 6)
 
     nbytes = read_into(
-        [Destination("w", Box((5, 0), (1, 6)), row)], index, tmp_path, thread_count=1
+        [Destination("w", Box((5, 0), (1, 6)), row)],
+        index,
+        tmp_path,
+        unverified(tmp_path),
+        thread_count=1,
     )
 
     assert nbytes == 24
@@ -421,7 +443,7 @@ def test_several_destinations_of_one_key(tmp_path: Path, version: int) -> None:
     boxes = [Box((0, 0), (5, 6)), Box((3, 1), (2, 2)), Box((2, 0), (0, 6))]
     wanted = [Destination("w", box, torch.empty(box.shape)) for box in boxes]
 
-    read_into(wanted, index, tmp_path, thread_count=3)
+    read_into(wanted, index, tmp_path, unverified(tmp_path), thread_count=3)
 
     for one in wanted:
         assert torch.equal(one.view, tensor[one.box.slices()])

@@ -17,6 +17,7 @@ from dist_ckpt._publishing import is_published, publish
 from dist_ckpt.errors import CoordinationError, StorageError
 
 if TYPE_CHECKING:
+    from dist_ckpt._checksums import FileSum
     from dist_ckpt._engine.commit import Attempt
     from dist_ckpt.core import CheckpointingConfig
     from dist_ckpt.errors import RankFailure
@@ -120,7 +121,7 @@ class Publication:
     Attributes:
         attempt: Where the ranks write.
         documents: Small files by name.
-        files: Data files that were made while planning, with their sizes.
+        files: Data files that were made while planning, with their checksums.
         config: What the marker says.
         world_size: Number of ranks that save.
         include_dir: Its entries are moved into the checkpoint.
@@ -128,13 +129,13 @@ class Publication:
 
     attempt: Attempt
     documents: Mapping[str, bytes]
-    files: Mapping[str, int]
+    files: Mapping[str, FileSum]
     config: CheckpointingConfig
     world_size: int
     include_dir: Path | None = None
 
-    def publish(self, reports: Sequence[Mapping[str, int]]) -> None:
-        """Write documents and marker, and rename. ``reports``: files and sizes of each rank.
+    def publish(self, reports: Sequence[Mapping[str, FileSum]]) -> None:
+        """Write documents and marker, and rename. ``reports``: each rank's files.
 
         Raises:
             CoordinationError: Two ranks wrote the same file, or a rank is not among them.
@@ -195,8 +196,8 @@ class FileOrder:
             return str(self.publication.attempt.target)
         return self.destination or str(self.directory)
 
-    def write(self, staged: Staged) -> dict[str, int]:
-        """Write the files durably; return them with their sizes. Every rank.
+    def write(self, staged: Staged) -> dict[str, FileSum]:
+        """Write the files durably; return them with their checksums. Every rank.
 
         Raises:
             StorageError: The directory is not there, or a file could not be written.
@@ -208,10 +209,9 @@ class FileOrder:
                 f"{self.directory} was made by rank 0 but is not there for rank {self.rank}.",
                 hint="the checkpoint directory must be on a file system that all ranks share.",
             )
-        write_files(self.directory, self.files, staged, thread_count=self.thread_count)
-        return dict(self.files)
+        return write_files(self.directory, self.files, staged, thread_count=self.thread_count)
 
-    def publish(self, reports: Sequence[Mapping[str, int]]) -> None:
+    def publish(self, reports: Sequence[Mapping[str, FileSum]]) -> None:
         """Make the attempt the checkpoint. Rank 0."""
         if self.publication is None:
             raise CoordinationError(f"{self.target}: rank {self.rank} has nothing to publish")

@@ -6,14 +6,13 @@ Here: ``write_files``. Not here: where runs come from (``loop``), what the files
 
 from __future__ import annotations
 
-import errno
-import os
 import queue
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import CoordinationError, StorageError
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
@@ -22,26 +21,32 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._background.orders import Run, Staged
+    from dist_ckpt._checksums import FileSum
+    from dist_ckpt.storage import FileWriter
 
 __all__ = ["write_files"]
 
 _BLOCK_NBYTES = 16 << 20
-"""Bytes of one pwrite: after each, the writer can stop and tells how far it is."""
+"""Bytes that are written at a time: after each, the writer can stop and tells how far it is."""
 
 
 def write_files(
     directory: Path, files: Sequence[tuple[str, int]], staged: Staged, *, thread_count: int
-) -> None:
+) -> dict[str, FileSum]:
     """Write each run as it is staged, then make all files and their names durable.
 
     When this returns or raises, no thread of it reads the memory any more.
+
+    Returns:
+        The checksums of the files, made of the bytes that were written.
 
     Raises:
         StorageError: Names file and errno.
         CoordinationError: A byte was staged twice, never, or for no file.
         AbandonedError: The save was given up while it was staged.
     """
-    images = [_Image(directory / checked_name(name), nbytes) for name, nbytes in files]
+    store = open_store(directory)
+    images = [_Image(directory / checked_name(name), name, nbytes) for name, nbytes in files]
     effort = _Effort(staged)
     folders = sorted({image.path.parent for image in images} - {directory})
     try:
@@ -49,7 +54,7 @@ def write_files(
             with storage_errors("create", folder):
                 folder.mkdir(exist_ok=True)
         for image in images:
-            image.open()
+            image.writer = store.writer(image.name, nbytes=image.nbytes)
         _write_all(images, effort, max(1, min(thread_count, len(images))))
     finally:
         effort.memory.release()
@@ -59,6 +64,7 @@ def write_files(
         with storage_errors("sync", directory):
             for folder in (*folders, directory):
                 fsync_directory(folder)
+    return {image.name: image.found for image in images if image.found is not None}
 
 
 class _Effort:
@@ -90,19 +96,15 @@ class _Image:
     """One file, and which bytes of it have been written."""
 
     path: Path
+    name: str
     nbytes: int
-    descriptor: int = -1
+    writer: FileWriter | None = None
+    found: FileSum | None = None
     written: list[tuple[int, int]] = field(default_factory=list)
 
-    def open(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with storage_errors("create", self.path):
-            self.descriptor = os.open(self.path, flags, 0o666)
-
     def close(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        if self.writer is not None:
+            self.writer.abandon()
 
     def write(self, run: Run, effort: _Effort) -> None:
         if run.position < 0 or run.position + run.nbytes > self.nbytes:
@@ -115,21 +117,19 @@ class _Image:
                 f"{self.path}: {run.nbytes} bytes at {run.offset} of the arena, which has "
                 f"{effort.memory.nbytes} bytes"
             )
-        with storage_errors("write", self.path):
-            self._write_blocks(run, effort)
+        assert self.writer is not None  # noqa: S101 - all are made before any is written
+        self._write_blocks(self.writer, run, effort)
         self.written.append((run.position, run.position + run.nbytes))
 
-    def _write_blocks(self, run: Run, effort: _Effort) -> None:
+    def _write_blocks(self, writer: FileWriter, run: Run, effort: _Effort) -> None:
         done = 0
         while done < run.nbytes and not effort.has_failed:
             start = run.offset + done
             nbytes = min(_BLOCK_NBYTES, run.nbytes - done)
             with effort.memory[start : start + nbytes] as block:
-                count = os.pwrite(self.descriptor, block, run.position + done)
-            if count == 0:
-                raise OSError(errno.EIO, "the file system took no bytes")
-            done += count
-            effort.note(count)
+                writer.write_at(run.position + done, block)
+            done += nbytes
+            effort.note(nbytes)
 
     def finish(self, effort: _Effort) -> None:
         """Check that all is there and make it durable."""
@@ -143,10 +143,9 @@ class _Image:
             end = stop
         if end != self.nbytes:
             raise CoordinationError(f"{self.path}: bytes {end} to {self.nbytes} were staged never")
-        with storage_errors("sync", self.path):
-            os.ftruncate(self.descriptor, self.nbytes)
-            effort.note(0, "syncing")
-            os.fsync(self.descriptor)
+        effort.note(0, "syncing")
+        assert self.writer is not None  # noqa: S101 - all are made before any is written
+        self.found = self.writer.finish()
 
 
 def _write_all(images: Sequence[_Image], effort: _Effort, thread_count: int) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from dist_ckpt._checksums import FileSum
     from dist_ckpt._geometry import Box
     from dist_ckpt._planning.describe import LocalShard, ShardInfo
     from dist_ckpt._planning.index import StoredChunk, StoredTensor
@@ -54,13 +55,13 @@ class SavePlan:
         work: For each rank what it has to do; picklable; only the format looks inside.
         num_results: How many ``WriteResult`` all ranks together must return.
         passes_on: Whether ranks hand pieces to each other before they write.
-        files: Files that planning has made already, complete and durable, with their sizes.
+        files: Files that planning has made already, complete and durable, with their checksums.
     """
 
     work: Sequence[Any]
     num_results: int
     passes_on: bool = False
-    files: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, FileSum] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +87,12 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What one rank wrote: files with their sizes, complete and durable, and the boxes in them.
+    """What one rank wrote: files with their checksums, complete and durable, and the boxes in them.
 
     ``files`` is None if the format does not tell: rank 0 then lists the directory.
     """
 
-    files: Mapping[str, int] | None
+    files: Mapping[str, FileSum] | None
     results: Sequence[WriteResult] = ()
 
 

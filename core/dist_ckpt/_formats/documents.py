@@ -1,9 +1,9 @@
 """The documents that every committed checkpoint of ours has, whatever its format.
 
-Here: what an opened checkpoint is, and whether its files are there. Not here: the manifest and the
-marker (``manifest``, whose names this module hands on), the formats' own documents
-(``torch_dist.contents``, ``zarr``), recognition (``_formats.opening``). Runs on rank 0; all ranks
-get its result.
+Here: what an opened checkpoint is, and whether it still is. Not here: the manifest and the marker
+(``manifest``, whose names this module hands on), comparing files with it (``verification``), the
+formats' own documents (``torch_dist.contents``, ``zarr``), recognition (``_formats.opening``). Runs
+on rank 0; all ranks get its result.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from dist_ckpt._formats.manifest import (
     read_manifest,
     write_documents,
 )
-from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError
-from dist_ckpt.storage import LocalStore
-from dist_ckpt.validation import shortened
+from dist_ckpt.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from dist_ckpt._checksums import FileSum
     from dist_ckpt._planning.index import CheckpointIndex, StoredBytes
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "OWN_DOCUMENTS",
     "CheckpointContents",
     "Manifest",
-    "check_files",
     "check_unchanged",
     "files_of_checkpoint",
     "read_manifest",
@@ -65,6 +63,7 @@ class CheckpointContents:
         common: Content of ``common.json``; None if there is none.
         objects: Pickled objects of another writer.
         paths: Nested path of each flat key, as another writer noted it.
+        files: Sizes and checksums of all files; empty for checkpoints of other writers.
     """
 
     directory: Path
@@ -77,6 +76,7 @@ class CheckpointContents:
     common: bytes | None = None
     objects: Mapping[str, StoredBytes] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    files: Mapping[str, FileSum] = field(default_factory=dict)
 
 
 def check_unchanged(contents: CheckpointContents) -> None:
@@ -97,22 +97,3 @@ def check_unchanged(contents: CheckpointContents) -> None:
     if now != contents.checkpoint_id:
         what = "removed" if now is None else "replaced"
         raise CheckpointNotFoundError(f"{contents.directory} was {what} while it was read.")
-
-
-def check_files(directory: Path, manifest: Manifest) -> None:
-    """Raise if a file of the manifest is missing or has another size.
-
-    Raises:
-        CorruptedCheckpointError: Naming all of them.
-    """
-    store = LocalStore(directory)
-    found = {name: store.nbytes(name) for name in manifest.files}
-    problems = [
-        f"{name} is missing" if found[name] is None else f"{name} has {found[name]} bytes, not {n}"
-        for name, n in manifest.files.items()
-        if found[name] != n
-    ]
-    if problems:
-        raise CorruptedCheckpointError(
-            f"{directory}: {shortened(problems)}.", hint="use another checkpoint."
-        )

@@ -8,13 +8,15 @@ import torch.
 
 from __future__ import annotations
 
-import json
+import base64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dist_ckpt._checksums import ALGORITHM, BLOCK_NBYTES, FileSum, sum_of
+from dist_ckpt._sealing import sealed, unsealed
 from dist_ckpt.core import CONFIG_FNAME
 from dist_ckpt.errors import CorruptedCheckpointError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 
 if TYPE_CHECKING:
@@ -42,17 +44,35 @@ COMMON_FILE = "common.json"
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
 OWN_DOCUMENTS = (INDEX_FILE, COMMON_FILE, MANIFEST_FILE, METADATA_FILE, CONFIG_FNAME)
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 MAX_DOCUMENT_NBYTES = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What belongs to a checkpoint: every file with its size, and which save made it."""
+    """What belongs to a checkpoint, and which save made it.
 
-    files: Mapping[str, int]
+    Attributes:
+        files: Every file but the manifest, with its size and checksums.
+        world_size: Number of ranks that saved.
+        checkpoint_id: Unique name of the save.
+        name: What the directory was called when it was saved.
+    """
+
+    files: Mapping[str, FileSum]
     world_size: int
     checkpoint_id: str
+    name: str = ""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each file in bytes."""
+        return {name: found.nbytes for name, found in self.files.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files together."""
+        return sum(found.nbytes for found in self.files.values())
 
 
 def write_documents(
@@ -69,19 +89,37 @@ def write_documents(
         manifest: The files that are there already; ``documents`` are added to it.
         config: Content of the commit marker ``metadata.json``.
     """
-    for name, data in documents.items():
-        store.create(name, data)
-    sizes = dict(manifest.files) | {name: len(data) for name, data in documents.items()}
+    marker = config.to_json()
+    files = dict(manifest.files) | {name: store.create(name, documents[name]) for name in documents}
+    files[CONFIG_FNAME] = sum_of(marker)
     document = {
         "format": "dist_ckpt",
         "version": MANIFEST_VERSION,
         "checkpoint_id": manifest.checkpoint_id,
+        "name": printable(manifest.name),
         "world_size": manifest.world_size,
-        "files": {name: {"nbytes": nbytes} for name, nbytes in sorted(sizes.items())},
+        "checksum": {"algorithm": ALGORITHM, "block_nbytes": BLOCK_NBYTES},
+        "files": {name: _entry(found) for name, found in sorted(files.items())},
     }
-    store.create(MANIFEST_FILE, json.dumps(document, indent=1).encode())
+    store.create(MANIFEST_FILE, sealed(document, indent=1))
     # The marker comes last: whoever sees it may believe all the rest.
-    store.create(CONFIG_FNAME, config.to_json())
+    store.create(CONFIG_FNAME, marker)
+
+
+def printable(name: str) -> str:
+    """Return a file name without what is no text in it; such names are not found by it again."""
+    return name.encode("utf-8", "replace").decode()
+
+
+def _entry(found: FileSum) -> dict[str, Any]:
+    return {"nbytes": found.nbytes, "blocks": base64.b64encode(found.blocks).decode("ascii")}
+
+
+def _file_sum(entry: Mapping[str, Any]) -> FileSum:
+    nbytes = entry["nbytes"]
+    if type(nbytes) is not int or not 0 <= nbytes < 1 << 63:
+        raise ValueError(f"a file of {nbytes!r} bytes")
+    return FileSum(nbytes, base64.b64decode(entry["blocks"], validate=True))
 
 
 def files_of_checkpoint(directory: Path) -> frozenset[str]:
@@ -89,7 +127,7 @@ def files_of_checkpoint(directory: Path) -> frozenset[str]:
 
     Empty if no checkpoint of ours is committed there.
     """
-    store = LocalStore(directory)
+    store = open_store(directory)
     if not directory.is_dir() or store.nbytes(CONFIG_FNAME) is None:
         return frozenset()
     if store.nbytes(MANIFEST_FILE) is None:
@@ -104,18 +142,28 @@ def read_manifest(directory: Path) -> Manifest:
         CheckpointNotFoundError: There is none.
         CorruptedCheckpointError: It is not what we write.
     """
-    where = directory / MANIFEST_FILE
-    data = LocalStore(directory).read(MANIFEST_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+    where = str(directory / MANIFEST_FILE)
+    data = open_store(directory).read(MANIFEST_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+    document = unsealed(data, where=where)
     try:
-        document: dict[str, Any] = json.loads(data)
-        if document["format"] != "dist_ckpt" or document["version"] != MANIFEST_VERSION:
-            raise ValueError(f"version {document['version']!r}")
-        files = {checked_name(name): entry["nbytes"] for name, entry in document["files"].items()}
-        if not all(type(n) is int and n >= 0 for n in files.values()):
-            raise ValueError("sizes must not be negative")
-        world_size, checkpoint_id = document["world_size"], document["checkpoint_id"]
-        if type(world_size) is not int or type(checkpoint_id) is not str:
-            raise TypeError("wrong type of world_size or checkpoint_id")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptedCheckpointError(f"{where}: not a manifest of ours ({error}).") from error
-    return Manifest(files=files, world_size=world_size, checkpoint_id=checkpoint_id)
+        return _manifest(document)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptedCheckpointError(
+            f"{where}: not a manifest of ours ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _manifest(document: Mapping[str, Any]) -> Manifest:
+    if document["format"] != "dist_ckpt" or document["version"] != MANIFEST_VERSION:
+        raise ValueError(f"version {document['version']!r}, this release reads {MANIFEST_VERSION}")
+    expected = {"algorithm": ALGORITHM, "block_nbytes": BLOCK_NBYTES}
+    if document["checksum"] != expected:
+        raise ValueError(f"checksums {document['checksum']!r}, expected {expected!r}")
+    world_size = document["world_size"]
+    checkpoint_id, name = document["checkpoint_id"], document["name"]
+    if type(world_size) is not int or type(checkpoint_id) is not str or type(name) is not str:
+        raise TypeError("wrong type of world_size, checkpoint_id or name")
+    files = {checked_name(one): _file_sum(entry) for one, entry in document["files"].items()}
+    if CONFIG_FNAME not in files:
+        raise ValueError(f"no {CONFIG_FNAME} among the files")
+    return Manifest(files=files, world_size=world_size, checkpoint_id=checkpoint_id, name=name)

@@ -15,6 +15,7 @@ import torch
 
 from dist_ckpt._codec import Encoded, decode, encode, iter_pickled
 from dist_ckpt._planning.describe import local_shards
+from dist_ckpt._sealing import parse_document
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.mapping import ShardedTensor, is_main_replica
 
@@ -28,18 +29,22 @@ if TYPE_CHECKING:
 __all__ = [
     "COMMON_KEY",
     "EncodedCommon",
+    "PickleReport",
     "Room",
     "decode_document",
     "encode_alone",
     "encode_common",
     "object_shards",
     "part_key",
+    "pickle_report",
 ]
 
 logger = logging.getLogger(__name__)
 
 COMMON_KEY = "common"
 DOCUMENT_VERSION = 1
+_REFERENCE_NBYTES = len('{"$tensor":0}')
+_MOST_REPORTED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +126,17 @@ def decode_document(
         allow_pickle: Whether pickled values may be loaded.
         fetch: Reads whole tensors by their keys.
     """
+    wrapper = parse_document(data, where=where)
     try:
-        wrapper = json.loads(data)
         version, document, count = wrapper["version"], wrapper["document"], wrapper["tensors"]
-        if version != DOCUMENT_VERSION or type(count) is not int or not 0 <= count < 1 << 24:
-            raise ValueError(f"version {version!r}, tensors {count!r}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except KeyError as error:
         raise CorruptedCheckpointError(f"{where}: not a document of ours ({error}).") from error
+    # Each tensor is referred to in the document: a number alone takes no memory.
+    most = len(data) // _REFERENCE_NBYTES
+    if version != DOCUMENT_VERSION or type(count) is not int or not 0 <= count <= most:
+        raise CorruptedCheckpointError(
+            f"{where}: not a document of ours (version {version!r}, tensors {count!r})."
+        )
     tensors = fetch([part_key(key, number) for number in range(count)])
     return decode(document, tensors, allow_pickle=allow_pickle, where=where)
 
@@ -138,15 +147,34 @@ def encode_alone(value: object, key: str) -> tuple[bytes, Sequence[torch.Tensor]
     return _document(encoded.document, len(encoded.tensors), indent=1), encoded.tensors
 
 
+class PickleReport:
+    """Tells of what had to be pickled, once for each place and class: saves repeat."""
+
+    def __init__(self) -> None:
+        """Begin with nothing told."""
+        self._told: set[tuple[str, str, str]] = set()
+
+    def tell(self, key: str, document: object) -> None:
+        """Warn of the pickled values in ``document`` that have not been told yet."""
+        found = {(key, where, name) for where, name in iter_pickled(document)} - self._told
+        if not found or len(self._told) > _MOST_REPORTED:
+            return
+        self._told |= found
+        logger.warning(
+            "pickled, so that loading needs allow_pickle=True: %s, all below %r; "
+            "dist_ckpt.types.register_value_type stores a class without pickle",
+            ", ".join(f"{where or 'the value'} ({name})" for _, where, name in sorted(found)),
+            key,
+        )
+
+
+pickle_report = PickleReport()
+"""What this process has told."""
+
+
 def _encode(value: object, path: str) -> Encoded:
     encoded = encode(value, path=path)
-    pickled = [f"{where} ({name})" for where, name in iter_pickled(encoded.document)]
-    if pickled:
-        logger.warning(
-            "pickled, so that loading needs allow_pickle=True: %s, all below %r",
-            ", ".join(pickled),
-            path,
-        )
+    pickle_report.tell(path, encoded.document)
     return encoded
 
 

@@ -17,10 +17,10 @@ from dist_ckpt._formats.documents import (
     METADATA_FILE,
     CheckpointContents,
     Manifest,
-    check_files,
     read_manifest,
 )
 from dist_ckpt._formats.torch_dist.contents import open_foreign, read_index
+from dist_ckpt._formats.verification import VerifiedStore, check_data, check_files
 from dist_ckpt._integrity.coverage import overlaps
 from dist_ckpt._planning.index import CheckpointIndex
 from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
@@ -30,7 +30,7 @@ from dist_ckpt.errors import (
     CorruptedCheckpointError,
     IncompleteCheckpointError,
 )
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def open_contents(directory: Path) -> CheckpointContents:
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         raise CheckpointNotFoundError(f"Checkpoint directory {directory} {what}.")
-    store = LocalStore(directory)
+    store = open_store(directory)
     config = maybe_load_config(directory)
     if config is None:
         return _open_without_marker(directory, store)
@@ -75,7 +75,7 @@ def open_sharded(directory: Path) -> CheckpointContents:
     Raises:
         CheckpointingException: As ``open_contents``.
     """
-    store = LocalStore(directory)
+    store = open_store(directory)
     if store.nbytes(CONFIG_FNAME) is not None or store.nbytes(INDEX_FILE) is None:
         return open_contents(directory)
     files = sorted(path for path in directory.rglob("*") if path.is_file())
@@ -147,6 +147,9 @@ def _read_own(
     directory: Path, store: Store, manifest: Manifest, config: CheckpointingConfig
 ) -> CheckpointContents:
     check_files(directory, manifest)
+    store = VerifiedStore(store, manifest.files)
+    # The marker was read before the manifest, which knows what it must be.
+    check_data(str(directory / CONFIG_FNAME), config.to_json(), manifest.files[CONFIG_FNAME])
     backend = (config.sharded_backend, config.sharded_backend_version)
     # A third party's format may have files of these names, in which it says something else.
     has_index = backend in {_TORCH_DIST, *_ZARR}
@@ -156,9 +159,7 @@ def _read_own(
     if has_index and COMMON_FILE in manifest.files:
         common = store.read(COMMON_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
     index = (
-        _read_index(directory, store, backend, dict(manifest.files))
-        if has_index
-        else CheckpointIndex({})
+        _read_index(directory, store, backend, manifest.sizes) if has_index else CheckpointIndex({})
     )
     return CheckpointContents(
         directory=directory,
@@ -169,6 +170,7 @@ def _read_own(
         index=index,
         is_indexed=has_index,
         common=common,
+        files=manifest.files,
     )
 
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt._formats.torch_dist.read import Destination
 from dist_ckpt._formats.torch_dist.read import read_into as read_from_files
-from dist_ckpt.storage import LocalStore
+from dist_ckpt._formats.verification import VerifiedStore
+from dist_ckpt.storage import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from dist_ckpt._checksums import FileSum
     from dist_ckpt._planning.index import CheckpointIndex
 
 __all__ = ["Destination", "read_into"]
@@ -28,22 +30,26 @@ def read_into(
     index: CheckpointIndex,
     directory: Path,
     *,
+    files: Mapping[str, FileSum],
     thread_count: int,
 ) -> int:
     """Fill all destinations in place and return the number of bytes read.
+
+    What is read of ``files`` is compared with their checksums.
 
     Raises:
         CorruptedCheckpointError: What is stored is damaged; names key and file.
         StorageError: The file system failed.
     """
     arrays: list[Destination] = []
-    files: list[Destination] = []
+    others: list[Destination] = []
     for one in destinations:
         chunks = index.tensors[one.key].chunks
-        (arrays if chunks and chunks[0].encoding in _ZARR else files).append(one)
-    nbytes = read_from_files(files, index, LocalStore(directory), thread_count=thread_count)
+        (arrays if chunks and chunks[0].encoding in _ZARR else others).append(one)
+    store = VerifiedStore(open_store(directory), files)
+    nbytes = read_from_files(others, index, store, thread_count=thread_count)
     if arrays:
         from dist_ckpt._formats.zarr.read import read_into as read_from_arrays  # noqa: PLC0415
 
-        nbytes += read_from_arrays(arrays, index, directory, thread_count=thread_count)
+        nbytes += read_from_arrays(arrays, index, directory, store, thread_count=thread_count)
     return nbytes

@@ -25,14 +25,16 @@ from dist_ckpt._formats.opening import open_contents
 from dist_ckpt._planning.index import CheckpointIndex
 from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
 from dist_ckpt.errors import CheckpointNotFoundError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from dist_ckpt._checksums import FileSum
     from dist_ckpt._formats.documents import CheckpointContents
+    from dist_ckpt.storage import Store
 
 __all__ = ["remove_tensors"]
 
@@ -76,32 +78,30 @@ def remove_tensors(directory: Path, key_prefix: str) -> None:
 def _fill(attempt: Attempt, contents: CheckpointContents, doomed: set[str]) -> None:
     """Make the new checkpoint in the attempt: links to the files that are still needed."""
     old = contents.directory
-    store, config = LocalStore(old), maybe_load_config(old)
+    store, config = open_store(old), maybe_load_config(old)
     assert config is not None  # noqa: S101 - the checkpoint was opened
     documents = _documents(store, contents, doomed)
     kept = {k: t for k, t in contents.index.tensors.items() if k not in doomed}
     unneeded = {c.file for k in doomed for c in contents.index.tensors[k].chunks}
     unneeded -= {chunk.file for tensor in kept.values() for chunk in tensor.chunks}
     manifest = read_manifest(old)
-    files: dict[str, int] = {}
+    files: dict[str, FileSum] = {}
     with storage_errors("link", attempt.directory):
-        for name, nbytes in manifest.files.items():
+        for name, found in manifest.files.items():
             if name in documents or _is_below(name, unneeded):
                 continue
             target = attempt.directory / name
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(old / name, target)
-            files[name] = nbytes
+            files[name] = found
         for path in sorted(attempt.directory.rglob("*")):
             if path.is_dir():
                 fsync_directory(path)
     manifest = replace(manifest, files=files, checkpoint_id=attempt.checkpoint_id)
-    write_documents(LocalStore(attempt.directory), documents, manifest, config)
+    write_documents(open_store(attempt.directory), documents, manifest, config)
 
 
-def _documents(
-    store: LocalStore, contents: CheckpointContents, doomed: set[str]
-) -> Mapping[str, bytes]:
+def _documents(store: Store, contents: CheckpointContents, doomed: set[str]) -> Mapping[str, bytes]:
     """Return the documents that tell of tensors, without the doomed ones."""
     kept = CheckpointIndex({k: t for k, t in contents.index.tensors.items() if k not in doomed})
     if contents.backend[0] == "zarr":

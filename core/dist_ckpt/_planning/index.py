@@ -6,13 +6,13 @@ Built by rank 0 at the end of a save; read by rank 0 at the start of a load and 
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import Role, dtype_from_name
+from dist_ckpt._sealing import sealed, unsealed
 from dist_ckpt.errors import CorruptedCheckpointError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class CheckpointIndex:
     tensors: Mapping[str, StoredTensor]
 
     def to_json(self) -> bytes:
-        """Return the index as UTF-8 JSON; files are named once and referred to by number."""
+        """Return the index as a sealed document; files stand there once, chunks name numbers."""
         files = sorted({chunk.file for t in self.tensors.values() for chunk in t.chunks})
         number = {name: i for i, name in enumerate(files)}
         entries = {
@@ -106,7 +106,7 @@ class CheckpointIndex:
             for key, tensor in sorted(self.tensors.items())
         }
         document = {"version": INDEX_VERSION, "files": files, "tensors": entries}
-        return json.dumps(document, separators=(",", ":")).encode("ascii")
+        return sealed(document)
 
     @classmethod
     def from_json(cls, data: bytes, *, where: str, sizes: Mapping[str, int]) -> CheckpointIndex:
@@ -120,8 +120,8 @@ class CheckpointIndex:
         Raises:
             CorruptedCheckpointError: Anything is not as it must be.
         """
+        document = unsealed(data, where=where)
         try:
-            document = json.loads(data)
             if document["version"] != INDEX_VERSION:
                 raise CorruptedCheckpointError(
                     f"{where}: index version {document['version']!r}; this release reads "

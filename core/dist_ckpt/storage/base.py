@@ -1,4 +1,4 @@
-"""The store port: seven operations on named files, and no idea of tensors or ranks.
+"""The store port: eight operations on named files, and no idea of tensors or ranks.
 
 Here: the protocol and its one data type. Not here: implementations (one file each beside this).
 """
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["Extent", "Store", "checked_name"]
+    from dist_ckpt._checksums import FileSum
+
+__all__ = ["Extent", "FileWriter", "Store", "checked_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,22 @@ class Extent:
     buffer: memoryview | bytes
 
 
+class FileWriter(Protocol):
+    """A file under way. One thread at a time; it must end with ``finish`` or ``abandon``."""
+
+    def write_at(self, position: int, data: memoryview) -> None:
+        """Write bytes, which are a flat view; no byte twice. Nothing keeps ``data``."""
+        ...
+
+    def finish(self) -> FileSum:
+        """Give the file its size and make it durable; return what it has become."""
+        ...
+
+    def abandon(self) -> None:
+        """Let go of it, complete or not; may be called again, and after ``finish``."""
+        ...
+
+
 class Store(Protocol):
     """Named files below one root. Names are relative, ``/``-separated and confined to the root.
 
@@ -29,14 +47,19 @@ class Store(Protocol):
     that is not there. All are safe to call from several threads on different files.
     """
 
-    def write(self, name: str, extents: Iterable[Extent], *, nbytes: int) -> None:
+    def writer(self, name: str, *, nbytes: int) -> FileWriter:
+        """Create ``name``, which will have ``nbytes`` bytes; an error if it exists."""
+        ...
+
+    def write(self, name: str, extents: Iterable[Extent], *, nbytes: int) -> FileSum:
         """Create ``name`` with ``nbytes`` bytes from ``extents`` and make it durable.
 
         Extents are taken one at a time, so an iterator may make each just before it is needed.
+        What is written is summed up in the same pass.
         """
         ...
 
-    def create(self, name: str, data: bytes) -> None:
+    def create(self, name: str, data: bytes) -> FileSum:
         """Create ``name`` with ``data``, durably; an error if it exists."""
         ...
 

@@ -1,18 +1,29 @@
 """Files of a local or mounted directory.
 
-Here: reading and writing at planned offsets with fsync; the only module that opens data files, so
-a faster way to the disk replaces just this one. Not here: commit by rename (``_engine.commit``).
-Called from transfer threads on every rank; rank 0 also writes the small documents.
+Here: reading and writing at planned offsets, checksums on the way, fsync; the only module that
+opens data files, so a faster way to the disk replaces just this one. Not here: commit by rename
+(``_engine.commit``). Called from transfer threads on every rank; rank 0 also writes the small
+documents. No torch: the process that writes in the background uses it too.
+
+Below the root no link is followed, and only regular files are opened: a checkpoint from elsewhere
+must not lead out of its directory, nor keep a reader waiting at a pipe.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, StorageError
+from dist_ckpt._checksums import BlockSums, FileSum, read_at
+from dist_ckpt.errors import (
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CorruptedCheckpointError,
+    StorageError,
+)
 from dist_ckpt.storage.base import checked_name
 
 if TYPE_CHECKING:
@@ -26,9 +37,15 @@ __all__ = ["LocalStore", "fsync_directory", "hint_of_errno", "storage_errors"]
 _MAX_IO_NBYTES = 1 << 30
 """read(2) and write(2) move at most 0x7ffff000 bytes a call on Linux; stay below it."""
 
+_SUMMED_NBYTES = 1 << 20
+"""What is written at a time: it is still in the cache when it is summed up."""
+
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
 
 class LocalStore:
-    """The files below ``root``, which must exist.
+    """The files below ``root``, which must exist and may be a link itself.
 
     Args:
         root: The directory.
@@ -37,6 +54,7 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         """Remember the root; nothing is opened yet."""
         self._root = root
+        self._folders: set[str] = set()  # of names, found to be real ones
 
     def __repr__(self) -> str:
         """Name the root."""
@@ -45,33 +63,63 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         return self._root / checked_name(name)
 
-    def write(self, name: str, extents: Iterable[Extent], *, nbytes: int) -> None:
-        """Create ``name`` from ``extents`` and fsync it."""
-        path = self._path(name)
-        with storage_errors("write", path):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            try:
-                for extent in extents:
-                    _write_all(fd, extent)
-                os.ftruncate(fd, nbytes)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+    def _open(self, name: str) -> int:
+        """Return a descriptor of a regular file below the root.
 
-    def create(self, name: str, data: bytes) -> None:
-        """Create the small file ``name`` and fsync it."""
+        Raises:
+            CorruptedCheckpointError: It is something else, or lies behind a link.
+            OSError: It cannot be opened.
+        """
         path = self._path(name)
-        with storage_errors("create", path):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        self._check_folders(name)
+        try:
+            descriptor = os.open(path, _OPEN)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+                raise _irregular(path) from error
+            raise
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise _irregular(path)
+
+    def _check_folders(self, name: str) -> None:
+        parts = name.split("/")
+        for depth in range(1, len(parts)):
+            folder = "/".join(parts[:depth])
+            if folder in self._folders:
+                continue
+            if stat.S_ISLNK((self._root / folder).lstat().st_mode):
+                raise _irregular(self._root / folder)
+            self._folders.add(folder)
+
+    def writer(self, name: str, *, nbytes: int) -> LocalWriter:
+        """Create ``name``."""
+        return LocalWriter(self._path(name), nbytes)
+
+    def write(self, name: str, extents: Iterable[Extent], *, nbytes: int) -> FileSum:
+        """Create ``name`` from ``extents`` and fsync it."""
+        writer = self.writer(name, nbytes=nbytes)
+        try:
+            for extent in extents:
+                writer.write_at(extent.position, memoryview(extent.buffer))
+            return writer.finish()
+        finally:
+            writer.abandon()
+
+    def create(self, name: str, data: bytes) -> FileSum:
+        """Create the small file ``name`` and fsync it."""
+        writer = self.writer(name, nbytes=len(data))
+        try:
+            writer.write_at(0, memoryview(data))
+            return writer.finish()
+        finally:
+            writer.abandon()
 
     def read(self, name: str, *, max_nbytes: int) -> bytes:
         """Return the whole file ``name``."""
         path = self._path(name)
-        with storage_errors("read", path), path.open("rb") as file:
+        with storage_errors("read", path), os.fdopen(self._open(name), "rb") as file:
             data = file.read(max_nbytes + 1)
         if len(data) > max_nbytes:
             raise CorruptedCheckpointError(f"{path}: longer than the {max_nbytes} bytes allowed.")
@@ -81,17 +129,17 @@ class LocalStore:
         """Fill the buffers of ``extents`` from ``name``."""
         path = self._path(name)
         with storage_errors("read", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = self._open(name)
             try:
                 for extent in extents:
-                    _read_all(fd, extent, path)
+                    _read_all(descriptor, extent, path)
             finally:
-                os.close(fd)
+                os.close(descriptor)
 
     def list(self) -> list[str]:
         """Return the names of the regular files of the root."""
-        with storage_errors("list", self._root):
-            return sorted(entry.name for entry in os.scandir(self._root) if entry.is_file())
+        with storage_errors("list", self._root), os.scandir(self._root) as entries:
+            return sorted(one.name for one in entries if one.is_file(follow_symlinks=False))
 
     def delete(self, name: str) -> None:
         """Remove ``name`` if it is there."""
@@ -100,22 +148,85 @@ class LocalStore:
             path.unlink(missing_ok=True)
 
     def nbytes(self, name: str) -> int | None:
-        """Return the size of ``name``, or None."""
+        """Return the size of ``name``, or None.
+
+        Raises:
+            CorruptedCheckpointError: It is no regular file, or lies behind a link.
+        """
         path = self._path(name)
         with storage_errors("stat", path):
             try:
-                return path.stat().st_size
-            except FileNotFoundError:
+                self._check_folders(name)
+                found = path.lstat()
+            except (FileNotFoundError, NotADirectoryError):
                 return None
+        if not stat.S_ISREG(found.st_mode):
+            raise _irregular(path)
+        return found.st_size
 
 
-def _write_all(fd: int, extent: Extent) -> None:
-    view, position = memoryview(extent.buffer), extent.position
-    while view.nbytes:
-        done = os.pwrite(fd, view[:_MAX_IO_NBYTES], position)
-        if done == 0:
+class LocalWriter:
+    """A file under way, see ``storage.base.FileWriter``.
+
+    Args:
+        path: The file, which must not exist.
+        nbytes: Size that it will have.
+
+    Raises:
+        StorageError: It cannot be created.
+    """
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        """Create the file."""
+        self._path, self._nbytes = path, nbytes
+        self._sums = BlockSums()
+        self._descriptor = -1
+        with storage_errors("create", path):
+            self._descriptor = os.open(path, _CREATE, 0o666)
+
+    def write_at(self, position: int, data: memoryview) -> None:
+        """Write bytes (a flat view of them), and sum them up while they are at hand."""
+        with storage_errors("write", self._path):
+            for start in range(0, data.nbytes, _SUMMED_NBYTES):
+                # Nothing refers to lent memory when this has failed: its error may be kept.
+                with data[start : start + _SUMMED_NBYTES] as piece:
+                    _write_all(self._descriptor, position + start, piece)
+                    self._sums.add(position + start, piece)
+
+    def finish(self) -> FileSum:
+        """Cut or extend the file to its size, sync it and close it."""
+        with storage_errors("sync", self._path):
+            os.ftruncate(self._descriptor, self._nbytes)
+            found = self._sums.finish(self._nbytes, self._read)
+            os.fsync(self._descriptor)
+        self.abandon()
+        return found
+
+    def _read(self, position: int, nbytes: int) -> bytes:
+        return read_at(self._descriptor, position, nbytes)
+
+    def abandon(self) -> None:
+        """Close the file, complete or not."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _irregular(path: Path) -> CorruptedCheckpointError:
+    return CorruptedCheckpointError(
+        f"{path}: expected a regular file below the checkpoint, found a link or something else.",
+        hint="links, pipes and devices in a checkpoint are not followed.",
+    )
+
+
+def _write_all(descriptor: int, position: int, view: memoryview) -> None:
+    done = 0
+    while done < view.nbytes:
+        with view[done:] as rest:
+            count = os.pwrite(descriptor, rest, position + done)
+        if count == 0:
             raise OSError(errno.EIO, "the file system took no bytes")
-        view, position = view[done:], position + done
+        done += count
 
 
 def _read_all(fd: int, extent: Extent, path: Path) -> None:
@@ -160,7 +271,7 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
     """Turn an ``OSError`` into the error of our tree that names action, path and errno."""
     try:
         yield
-    except (CheckpointNotFoundError, StorageError):
+    except CheckpointingException:
         raise
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"cannot {action} {path}: no such file.") from error

@@ -24,7 +24,7 @@ from dist_ckpt.errors import (
     UnknownStrategyError,
 )
 from dist_ckpt.mapping import ShardedObject, is_main_replica
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 from dist_ckpt.strategies.base import (
     LoadCommonStrategy,
@@ -148,7 +148,7 @@ class JsonCommonLoadStrategy(_CommonLoadStrategy):
         return _stored_objects(Path(checkpoint_dir))
 
     def _load(self, directory: Path, name: str, key: str) -> Any:
-        store = LocalStore(directory)
+        store = open_store(directory)
 
         def fetch(keys: Sequence[str]) -> Sequence[torch.Tensor]:
             if not keys:
@@ -186,7 +186,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
 
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
         """Save the common part. Called on rank 0."""
-        LocalStore(Path(checkpoint_dir)).create(COMMON_PT, torch_saved(common_state_dict))
+        open_store(Path(checkpoint_dir)).create(COMMON_PT, torch_saved(common_state_dict))
 
     def save_sharded_objects(
         self, sharded_objects_state_dict: ShardedStateDict, checkpoint_dir: str | Path
@@ -195,7 +195,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         for one in _main_objects(sharded_objects_state_dict):
             name = checked_name(f"{one.unique_key}.pt")
             (Path(checkpoint_dir) / name).parent.mkdir(parents=True, exist_ok=True)
-            LocalStore(Path(checkpoint_dir)).create(name, torch_saved(one.data))
+            open_store(Path(checkpoint_dir)).create(name, torch_saved(one.data))
 
 
 class TorchCommonLoadStrategy(_CommonLoadStrategy):
@@ -220,7 +220,7 @@ class TorchCommonLoadStrategy(_CommonLoadStrategy):
             return foreign_common(open_foreign(directory), allow_pickle=self._allow_pickle)
         if not (directory / COMMON_PT).is_file():
             raise CheckpointNotFoundError(f"Common file {directory / COMMON_PT} does not exist.")
-        data = LocalStore(directory).read(COMMON_PT, max_nbytes=_MAX_NBYTES)
+        data = open_store(directory).read(COMMON_PT, max_nbytes=_MAX_NBYTES)
         common: StateDict = unpickled(
             data,
             what=COMMON_PT,
@@ -258,7 +258,7 @@ def _save_document(value: Any, name: str, key: str, directory: Path) -> None:
     document, tensors = encode_alone(value, key)
     name = checked_name(name)
     (directory / name).parent.mkdir(parents=True, exist_ok=True)
-    store = LocalStore(directory)
+    store = open_store(directory)
     if tensors:
         store.create(_tensors_name(name), torch_saved(list(tensors)))
     store.create(name, document)

@@ -29,7 +29,7 @@ from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.torch_dist.records import frame_record
 from dist_ckpt._planning.describe import dtype_name
 from dist_ckpt.errors import CheckpointingException, StorageError
-from dist_ckpt.storage import Extent, LocalStore
+from dist_ckpt.storage import Extent, open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
     from dist_ckpt._formats.torch_dist.records import RecordFrame
+    from dist_ckpt.storage import Store
 
 __all__ = ["WriteBucket", "WriteEntry", "snapshot", "stage_buckets", "write_buckets"]
 
@@ -120,7 +121,7 @@ def write_buckets(
         thread_count: Files at a time.
         transforms: DCP's stream extensions.
     """
-    store = LocalStore(directory)
+    store = open_store(directory)
     jobs = [_job(store, bucket, transforms) for bucket in buckets]
     try:
         written = run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-write")
@@ -136,7 +137,7 @@ def write_buckets(
 
 
 def _job(
-    store: LocalStore, bucket: WriteBucket, transforms: _StorageWriterTransforms
+    store: Store, bucket: WriteBucket, transforms: _StorageWriterTransforms
 ) -> Callable[[Callable[[], None]], list[WriteResult]]:
     def write(check: Callable[[], None]) -> list[WriteResult]:
         at: list[str] = []
@@ -223,7 +224,7 @@ def _bytes_io(data: io.BytesIO | bytes) -> io.BytesIO:
     return data if isinstance(data, io.BytesIO) else io.BytesIO(data)
 
 
-def _remove_quietly(store: LocalStore, name: str) -> None:
+def _remove_quietly(store: Store, name: str) -> None:
     try:
         store.delete(name)
     except CheckpointingException:

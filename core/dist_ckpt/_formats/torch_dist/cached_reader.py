@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from dist_ckpt._formats.torch_dist.metadata import check_memo
 from dist_ckpt.errors import CorruptedCheckpointError, UnsafeContentError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import storage_errors
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def read_metadata_file(path: Path) -> dcp.Metadata:
         UnsafeContentError: It names a class that metadata has no business with.
         CorruptedCheckpointError: It is no metadata.
     """
-    data = LocalStore(path.parent).read(path.name, max_nbytes=_MAX_NBYTES)
+    data = open_store(path.parent).read(path.name, max_nbytes=_MAX_NBYTES)
     try:
         check_memo(data)
         metadata = _Unpickler(io.BytesIO(data), str(path)).load()

@@ -16,7 +16,7 @@ from dist_ckpt._formats.documents import (
 )
 from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
 from dist_ckpt.errors import CorruptedCheckpointError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,7 +61,7 @@ def open_foreign(directory: Path) -> CheckpointContents:
     """
     from dist_ckpt._formats.torch_dist.metadata import decode_metadata  # noqa: PLC0415 - heavy
 
-    store = LocalStore(directory)
+    store = open_store(directory)
     if store.nbytes(METADATA_FILE) is None:
         raise CorruptedCheckpointError(f"{directory}: {METADATA_FILE} is missing.")
     sizes = {name: store.nbytes(name) or 0 for name in store.list()}

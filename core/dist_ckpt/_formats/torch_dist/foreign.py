@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dist_ckpt._formats.torch_dist.mcore import is_common_state, is_object_key
 from dist_ckpt._formats.torch_dist.unpickle import unpickled
 from dist_ckpt.errors import CorruptedCheckpointError
-from dist_ckpt.storage import Extent, LocalStore
+from dist_ckpt.storage import Extent, open_store
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def read_foreign_object(
         raise CorruptedCheckpointError(f"{key!r} in {where}: {stored.doubt}.")
     data = bytearray(stored.nbytes)
     extent = Extent(stored.position, memoryview(data))
-    LocalStore(directory).read_ranges(stored.file, [extent])
+    open_store(directory).read_ranges(stored.file, [extent])
     value = unpickled(bytes(data), what=key, where=str(where), allow_pickle=allow_pickle)
     if stored.in_list and isinstance(value, list) and value:
         return value[0]  # the replicas of one shard on one rank: they are the same
@@ -84,7 +84,7 @@ def read_foreign_object(
 
 
 def _common_dict(contents: CheckpointContents, *, allow_pickle: bool) -> StateDict:
-    store = LocalStore(contents.directory)
+    store = open_store(contents.directory)
     states = sorted(key for key in contents.objects if is_common_state(key))
     if len(states) > 1:
         raise CorruptedCheckpointError(

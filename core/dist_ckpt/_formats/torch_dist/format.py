@@ -13,7 +13,7 @@ from dist_ckpt._formats.torch_dist.contents import index_documents
 from dist_ckpt._formats.torch_dist.write import plan_files, write_shards
 from dist_ckpt._planning.distribution import assign_writers
 from dist_ckpt.errors import StorageError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ class TorchDistFormat:
             thread_count=job.thread_count,
         )
         files = write_shards(
-            job.shards, planned, LocalStore(job.directory), thread_count=job.thread_count
+            job.shards, planned, open_store(job.directory), thread_count=job.thread_count
         )
         with storage_errors("sync", job.directory):
             fsync_directory(job.directory)
         return Written(
-            files={file.name: file.nbytes for file in files},
+            files={file.name: file.found for file in files},
             results=[result for file in files for result in file.results],
         )
 

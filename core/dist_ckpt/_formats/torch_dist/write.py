@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from dist_ckpt._checksums import FileSum
     from dist_ckpt._geometry import Box
     from dist_ckpt._planning.describe import LocalShard, ShardInfo
     from dist_ckpt._planning.distribution import WriteItem
@@ -46,7 +47,7 @@ class WrittenFile:
     """A data file that is complete and durable, with what it holds."""
 
     name: str
-    nbytes: int
+    found: FileSum
     results: tuple[WriteResult, ...]
 
 
@@ -190,11 +191,12 @@ def _file_job(
     def write(check: Callable[[], None]) -> WrittenFile:
         at: list[str] = []
         try:
-            store.write(file.name, extents_of(file, shards, check, at), nbytes=file.nbytes)
+            extents = extents_of(file, shards, check, at)
+            found = store.write(file.name, extents, nbytes=file.nbytes)
         except CheckpointingException as error:
             key = f" while writing {at[-1]!r}" if at else ""
             raise StorageError(f"{file.name}{key}: {error}") from error
-        return WrittenFile(file.name, file.nbytes, file.results)
+        return WrittenFile(file.name, found, file.results)
 
     return write
 

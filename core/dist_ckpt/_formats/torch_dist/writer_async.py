@@ -46,7 +46,7 @@ from dist_ckpt._formats.torch_dist.buckets import (
 )
 from dist_ckpt._formats.torch_dist.cached_reader import read_metadata_file
 from dist_ckpt.errors import CheckpointingException, ConfigError, StorageError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 from dist_ckpt.validation import shortened
 
@@ -235,7 +235,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         new, old = path.with_name(f"{name}.{unique}.tmp"), path.with_name(f"{name}.{unique}.old")
         is_replaced = False
         try:
-            LocalStore(self._directory).create(new.name, data)
+            open_store(self._directory).create(new.name, data)
             with storage_errors("publish", path):
                 if path.exists():
                     shutil.copyfile(path, old)
@@ -315,7 +315,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         return {one for one in names if one.endswith(DEFAULT_SUFFIX)}
 
     def _remove(self, names: set[str]) -> None:
-        store = LocalStore(self._directory)
+        store = open_store(self._directory)
         for name in sorted(names):
             try:
                 store.delete(name)

@@ -17,7 +17,7 @@ from dist_ckpt._formats.torch_dist.mcore import checked_shape
 from dist_ckpt._formats.zarr.metadata import MAX_METADATA_NBYTES, metadata_name, parse_metadata
 from dist_ckpt._formats.zarr.scan import scan_arrays
 from dist_ckpt.errors import CorruptedCheckpointError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def open_foreign_zarr(directory: Path) -> CheckpointContents:
 
 def _too_short(index: CheckpointIndex, nbytes: Mapping[str, int], directory: Path) -> Iterator[str]:
     """Yield the arrays whose files cannot hold their shape: nothing that large is allocated."""
-    store = LocalStore(directory)
+    store = open_store(directory)
     for key, tensor in index.tensors.items():
         try:
             checked_shape(tensor.shape)

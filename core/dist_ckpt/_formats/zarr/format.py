@@ -16,17 +16,19 @@ from dist_ckpt._formats.zarr.metadata import array_metadata, encode_metadata, me
 from dist_ckpt._formats.zarr.plan import Array, plan_arrays
 from dist_ckpt._formats.zarr.write import pass_on_pieces, write_cells
 from dist_ckpt.errors import StorageError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from dist_ckpt._checksums import FileSum
     from dist_ckpt._formats.base import WriteResult
     from dist_ckpt._formats.zarr.plan import RankWork
     from dist_ckpt._planning.describe import ShardInfo
     from dist_ckpt._planning.index import StoredTensor
+    from dist_ckpt.storage import Store
 
 __all__ = ["ZarrFormat"]
 
@@ -106,8 +108,8 @@ class ZarrFormat:
                 path.unlink()
         return {"index.json": zarr_index_to_json(results, empty, self._paths, self._zarr_format)}
 
-    def _make(self, arrays: Iterable[Array], directory: Path) -> dict[str, int]:
-        """Make the arrays' directories and metadata, durably; return the files with their sizes."""
+    def _make(self, arrays: Iterable[Array], directory: Path) -> dict[str, FileSum]:
+        """Make the arrays' directories and metadata, durably; return the files with their sums."""
         folders = {directory}
         for array in arrays:
             path = directory / array.path
@@ -116,7 +118,7 @@ class ZarrFormat:
             while path not in folders:
                 folders.add(path)
                 path = path.parent
-        jobs = [self._make_job(array, LocalStore(directory)) for array in arrays]
+        jobs = [self._make_job(array, open_store(directory)) for array in arrays]
         files = dict(run_jobs(jobs, thread_count=_MAKERS, name="dist_ckpt-make"))
         run_jobs(
             [_sync_job(path) for path in sorted(folders, reverse=True)],
@@ -126,15 +128,13 @@ class ZarrFormat:
         return files
 
     def _make_job(
-        self, array: Array, store: LocalStore
-    ) -> Callable[[Callable[[], None]], tuple[str, int]]:
-        def make(check: Callable[[], None]) -> tuple[str, int]:
+        self, array: Array, store: Store
+    ) -> Callable[[Callable[[], None]], tuple[str, FileSum]]:
+        def make(check: Callable[[], None]) -> tuple[str, FileSum]:
             check()
             document = array_metadata(array.shape, array.dtype, array.grid, self._zarr_format)
             name = f"{array.path}/{metadata_name(self._zarr_format)}"
-            data = encode_metadata(document)
-            store.create(name, data)
-            return name, len(data)
+            return name, store.create(name, encode_metadata(document))
 
         return make
 

@@ -6,7 +6,6 @@ Here: our index, written and believed by nobody unchecked. Not here: arrays' own
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from dist_ckpt._formats.zarr.metadata import array_dtype, metadata_name
 from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import CheckpointIndex, Encoding, StoredChunk, StoredTensor
+from dist_ckpt._sealing import sealed, unsealed
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage.base import checked_name
 
@@ -36,7 +36,7 @@ def zarr_index_to_json(
     paths: Mapping[str, str],
     zarr_format: int,
 ) -> bytes:
-    """Return the index of what was written, as ASCII JSON.
+    """Return the index of what was written, as a sealed document.
 
     Args:
         results: The boxes that all ranks wrote; no two of a key overlap.
@@ -65,14 +65,15 @@ def zarr_index_to_json(
             "boxes": [[box.offset, box.shape] for box in written],
         }
     document = {"version": _VERSION, "format": f"zarr{zarr_format}", "tensors": tensors}
-    return json.dumps(document, separators=(",", ":")).encode("ascii")
+    return sealed(document)
 
 
 def zarr_index_without(data: bytes, keys: Collection[str]) -> bytes:
     """Return an index of ours, which has been believed before, without some of its keys."""
-    document = json.loads(data)
+    document = unsealed(data, where="index")
     tensors = {key: entry for key, entry in document["tensors"].items() if key not in keys}
-    return json.dumps({**document, "tensors": tensors}, separators=(",", ":")).encode("ascii")
+    told = {name: document[name] for name in ("version", "format")}
+    return sealed({**told, "tensors": tensors})
 
 
 def zarr_index_from_json(data: bytes, *, where: str, sizes: Mapping[str, int]) -> CheckpointIndex:
@@ -86,8 +87,8 @@ def zarr_index_from_json(data: bytes, *, where: str, sizes: Mapping[str, int]) -
     Raises:
         CorruptedCheckpointError: Anything is not as it must be.
     """
+    document = unsealed(data, where=where)
     try:
-        document = json.loads(data)
         if document["version"] != _VERSION:
             raise CorruptedCheckpointError(
                 f"{where}: index version {document['version']!r}; this release reads {_VERSION}.",

@@ -20,7 +20,7 @@ from dist_ckpt._formats.zarr.format import ZarrFormat
 from dist_ckpt._formats.zarr.metadata import metadata_name
 from dist_ckpt._formats.zarr.names import is_plain_path
 from dist_ckpt.mapping import is_main_replica
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
@@ -47,16 +47,14 @@ class MegatronZarrFormat(ZarrFormat):
     def write(self, job: WriteJob) -> Written:
         """Write arrays, then the files for the other reader. Every rank."""
         written = super().write(job)
-        store, files = LocalStore(job.directory), dict(written.files or {})
+        store, files = open_store(job.directory), dict(written.files or {})
         folders: set[Path] = set()
         for name, value in _companions(job.parts, job.rank).items():
             if _meets_chunks(job.directory, name):
                 continue
-            data = torch_saved(value)
             with storage_errors("create", job.directory / name):
                 (job.directory / name).parent.mkdir(parents=True, exist_ok=True)
-            store.create(name, data)
-            files[name] = len(data)
+            files[name] = store.create(name, torch_saved(value))
             folders.update((job.directory / name).parents)
         for folder in folders - set(job.directory.parents):
             with storage_errors("sync", folder):

@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._planning.describe import dtype_from_name
+from dist_ckpt._sealing import parse_document
 from dist_ckpt.errors import CorruptedCheckpointError
 
 if TYPE_CHECKING:
@@ -149,19 +150,16 @@ def parse_metadata(data: bytes, where: str) -> dict[str, Any]:
     """Return the document in ``data``.
 
     Raises:
-        CorruptedCheckpointError: It is no JSON object, or too long.
+        CorruptedCheckpointError: It is no JSON object as ``parse_document`` wants it, or too long.
     """
-    try:
-        if len(data) > MAX_METADATA_NBYTES:
-            raise ValueError(f"longer than {MAX_METADATA_NBYTES} bytes")
-        document = json.loads(data)
-        if type(document) is not dict:
-            raise TypeError("no JSON object")
-    except (ValueError, TypeError, RecursionError) as error:
+    if len(data) > MAX_METADATA_NBYTES:
         raise CorruptedCheckpointError(
-            f"{where}: not the metadata of an array ({type(error).__name__}: {error})."
-        ) from error
-    return document
+            f"{where}: not the metadata of an array: longer than {MAX_METADATA_NBYTES} bytes."
+        )
+    try:
+        return parse_document(data, where=where)
+    except CorruptedCheckpointError as error:
+        raise CorruptedCheckpointError(f"{error} It should be the metadata of an array.") from error
 
 
 def check_metadata(

@@ -16,7 +16,7 @@ from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.zarr.arrays import Arrays, host_array
 from dist_ckpt._formats.zarr.files import ChunkFiles, chunk_files, is_as_written
-from dist_ckpt._formats.zarr.grid import split_on_grid
+from dist_ckpt._formats.zarr.grid import cells_of, split_on_grid
 from dist_ckpt._formats.zarr.metadata import (
     MAX_METADATA_NBYTES,
     check_metadata,
@@ -26,12 +26,12 @@ from dist_ckpt._formats.zarr.metadata import (
 from dist_ckpt._formats.zarr.slices import has_large_plain_chunks, read_slices
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
-from dist_ckpt.storage import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from dist_ckpt._formats.verification import VerifiedStore
     from dist_ckpt._geometry import Box
     from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
 
@@ -74,6 +74,7 @@ def read_into(
     destinations: Sequence[Destination],
     index: CheckpointIndex,
     directory: Path,
+    store: VerifiedStore,
     *,
     thread_count: int,
 ) -> int:
@@ -88,7 +89,6 @@ def read_into(
         StorageError: The file system failed.
     """
     arrays = Arrays(directory, thread_count)
-    store = LocalStore(directory)
     wanted = [(one, part) for one in destinations for part in _stored_parts(one, index)]
     keys = list(dict.fromkeys(one.key for one, _ in wanted))
     jobs = [_open_job(arrays, store, key, index.tensors[key]) for key in keys]
@@ -128,7 +128,7 @@ def _blocks(part: Box, opened: _Opened) -> Iterator[Box]:
 
 
 def _open_job(
-    arrays: Arrays, store: LocalStore, key: str, stored: StoredTensor
+    arrays: Arrays, store: VerifiedStore, key: str, stored: StoredTensor
 ) -> Callable[[Callable[[], None]], _Opened]:
     def job(check: Callable[[], None]) -> _Opened:
         check()
@@ -157,11 +157,11 @@ def _open_job(
 
 
 def _read_job(
-    arrays: Arrays, store: LocalStore, opened: _Opened, one: Destination, block: Box
+    arrays: Arrays, store: VerifiedStore, opened: _Opened, one: Destination, block: Box
 ) -> Callable[[Callable[[], None]], int]:
     def job(check: Callable[[], None]) -> int:
         check()
-        opened.files.check(store, block, key=one.key)
+        _check(opened, block, store, one.key)
         view = _inside(one, block)
         if view.device.type == "cpu" and view.dtype == opened.dtype and _is_as_stored(view):
             arrays.read(opened.array, block, host_array(view), key=one.key)
@@ -172,6 +172,18 @@ def _read_job(
         return _chunk_nbytes(opened, block)
 
     return job
+
+
+def _check(opened: _Opened, block: Box, store: VerifiedStore, key: str) -> None:
+    """Compare the files of a block before TensorStore reads them, which shows no bytes."""
+    try:
+        opened.files.check(store, block, key=key)
+        for numbers in cells_of(block, opened.files.cell):
+            store.verify_whole(opened.files.name(numbers))
+    except CorruptedCheckpointError as error:
+        if repr(key) in str(error):
+            raise
+        raise CorruptedCheckpointError(f"{key!r}: {error}") from error
 
 
 def _is_as_stored(view: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt.errors import CorruptedCheckpointError
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import storage_errors
 from dist_ckpt.validation import shortened
 
@@ -43,7 +43,7 @@ def scan_arrays(directory: Path) -> CheckpointIndex:
     """
     tensors: dict[str, StoredTensor] = {}
     problems: list[str] = []
-    store = LocalStore(directory)
+    store = open_store(directory)
     for path in _array_paths(directory):
         try:
             data = store.read(f"{path}/{_METADATA}", max_nbytes=MAX_METADATA_NBYTES)

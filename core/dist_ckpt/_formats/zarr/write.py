@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from dist_ckpt._checksums import FileSum, sum_of_file
 from dist_ckpt._engine.memory import Scratch, bits, fill_zero, host_bytes, pieces_for_write
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import WriteJob, WriteResult, Written
@@ -23,7 +24,7 @@ from dist_ckpt._formats.zarr.names import chunk_name, pieces_name
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import StoredChunk
 from dist_ckpt.errors import CheckpointingException
-from dist_ckpt.storage import Extent, LocalStore
+from dist_ckpt.storage import Extent, open_store
 from dist_ckpt.storage.local import storage_errors
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def pass_on_pieces(job: WriteJob) -> None:
         return
     views = [_view(job, item) for item in items]
     nbytes = sum(view.numel() * view.element_size() for view in views)
-    LocalStore(job.directory).write(pieces_name(job.rank), _extents(views), nbytes=nbytes)
+    open_store(job.directory).write(pieces_name(job.rank), _extents(views), nbytes=nbytes)
 
 
 def _extents(views: Sequence[torch.Tensor]) -> Iterator[Extent]:
@@ -94,8 +95,8 @@ def write_cells(job: WriteJob, zarr_format: int) -> Written:
     return Written(files=dict(file for batch in files for file in batch), results=results)
 
 
-_Finish: TypeAlias = "Callable[[], tuple[str, int]]"
-"""Waits until a cell is durable; returns its file and the file's size."""
+_Finish: TypeAlias = "Callable[[], tuple[str, FileSum]]"
+"""Waits until a cell is durable; returns its file and the file's checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,8 @@ def _batches(cells: Sequence[_Cell]) -> Iterator[list[_Cell]]:
         yield batch
 
 
-def _batch_job(batch: Sequence[_Cell]) -> Callable[[Callable[[], None]], list[tuple[str, int]]]:
-    def write(check: Callable[[], None]) -> list[tuple[str, int]]:
+def _batch_job(batch: Sequence[_Cell]) -> Callable[[Callable[[], None]], list[tuple[str, FileSum]]]:
+    def write(check: Callable[[], None]) -> list[tuple[str, FileSum]]:
         check()
         begun: list[_Finish] = []
         try:
@@ -143,7 +144,7 @@ class _Writer:
     def __init__(self, job: WriteJob, zarr_format: int) -> None:
         self._job, self._zarr_format = job, zarr_format
         self._arrays = Arrays(job.directory, job.thread_count * FILES_OF_A_THREAD)
-        self._store = LocalStore(job.directory)
+        self._store = open_store(job.directory)
 
     def whole(self, array: Array, item: WriteItem, box: Box) -> _Cell:
         """Return a cell that comes from one shard of this rank."""
@@ -187,11 +188,12 @@ class _Writer:
         numbers = tuple(o // c for o, c in zip(box.offset, array.grid.cell, strict=True))
         name = f"{array.path}/{chunk_name(numbers, self._zarr_format)}"
 
-        def finish() -> tuple[str, int]:
+        def finish() -> tuple[str, FileSum]:
             wait()
             path = self._job.directory / name
-            with storage_errors("look at", path):
-                return name, path.stat().st_size
+            with storage_errors("sum up", path):
+                # TensorStore does not show what it writes: it is read back out of the page cache.
+                return name, sum_of_file(path)
 
         return finish
 
