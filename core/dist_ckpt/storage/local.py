@@ -17,7 +17,7 @@ import stat
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from dist_ckpt._checksums import BlockSums, FileSum, read_at
+from dist_ckpt._checksums import BLOCK_NBYTES, BlockSums, FileSum, read_at
 from dist_ckpt.errors import (
     CheckpointingException,
     CheckpointNotFoundError,
@@ -36,9 +36,6 @@ __all__ = ["LocalStore", "fsync_directory", "hint_of_errno", "storage_errors"]
 
 _MAX_IO_NBYTES = 1 << 30
 """read(2) and write(2) move at most 0x7ffff000 bytes a call on Linux; stay below it."""
-
-_SUMMED_NBYTES = 1 << 20
-"""What is written at a time: it is still in the cache when it is summed up."""
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -187,11 +184,15 @@ class LocalWriter:
     def write_at(self, position: int, data: memoryview) -> None:
         """Write bytes (a flat view of them), and sum them up while they are at hand."""
         with storage_errors("write", self._path):
-            for start in range(0, data.nbytes, _SUMMED_NBYTES):
-                # Nothing refers to lent memory when this has failed: its error may be kept.
-                with data[start : start + _SUMMED_NBYTES] as piece:
-                    _write_all(self._descriptor, position + start, piece)
-                    self._sums.add(position + start, piece)
+            done = 0
+            while done < data.nbytes:
+                # A block at a time: it is still in the cache when it is summed up. Nothing refers
+                # to lent memory when this has failed: the error may be kept.
+                count = BLOCK_NBYTES - (position + done) % BLOCK_NBYTES
+                with data[done : done + count] as piece:
+                    _write_all(self._descriptor, position + done, piece)
+                    self._sums.add(position + done, piece)
+                    done += piece.nbytes
 
     def finish(self) -> FileSum:
         """Cut or extend the file to its size, sync it and close it."""
