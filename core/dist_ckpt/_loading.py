@@ -28,6 +28,7 @@ from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt._state import LoadParts, merge_after_load, split_for_load
 from dist_ckpt.errors import (
     CheckpointNotFoundError,
+    CorruptedCheckpointError,
     MismatchError,
 )
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
@@ -239,13 +240,17 @@ def read_whole(
 def _fill(
     destinations: Sequence[Destination], contents: CheckpointContents, options: LoadOptions
 ) -> None:
-    read_into(
-        destinations,
-        contents.index,
-        contents.directory,
-        files={} if options.verify == "off" else contents.files,
-        thread_count=options.thread_count,
-    )
+    try:
+        read_into(
+            destinations,
+            contents.index,
+            contents.directory,
+            files={} if options.verify == "off" else contents.files,
+            thread_count=options.thread_count,
+        )
+    except (CorruptedCheckpointError, CheckpointNotFoundError):
+        check_unchanged(contents)  # what was replaced meanwhile is no damage
+        raise
 
 
 def _match(

@@ -20,7 +20,7 @@ from dist_ckpt._formats.manifest import (
     read_manifest,
     write_documents,
 )
-from dist_ckpt.errors import CheckpointingException, StorageError
+from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError, StorageError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
@@ -51,12 +51,20 @@ def check_target(target: Path, options: SaveOptions) -> None:
         if mode is not None and not stat.S_ISDIR(mode):
             raise StorageError(f"{target} is a file or a link, not a checkpoint directory.")
         occupied = target.is_dir() and any(target.iterdir())
-        if occupied and not files_of_checkpoint(target):
+        if occupied and not _is_ours(target):
             raise StorageError(
                 f"Checkpoint destination directory ({target}) is not empty, and no checkpoint of "
                 "ours is committed there.",
                 hint="choose another path, or remove what stands there.",
             )
+
+
+def _is_ours(target: Path) -> bool:
+    """Whether a checkpoint of ours is committed there; a damaged one may be replaced, too."""
+    try:
+        return bool(files_of_checkpoint(target))
+    except CorruptedCheckpointError:
+        return True
 
 
 def publish(

@@ -48,7 +48,7 @@ PHASES = (
           everywhere=False, error=StorageError("boom in documents")),
     Phase(name="publish", call="save", target="dist_ckpt._engine.commit:_replace",
           everywhere=False, error=OSError(5, "boom in publish")),
-    Phase(name="open", call="load", target="dist_ckpt._loading:open_contents",
+    Phase(name="open", call="load", target="dist_ckpt._opened:open_contents",
           everywhere=False, error=CorruptedCheckpointError("boom in open")),
     Phase(name="match", call="load", target="dist_ckpt._loading:split_for_load",
           everywhere=True, error=ZeroDivisionError("boom in match")),

@@ -19,6 +19,7 @@ from dist_ckpt import (
 )
 from dist_ckpt._formats.zarr import write as zarr_write
 from dist_ckpt.errors import StorageError
+from dist_ckpt.storage import LocalStore
 from tests.multiprocess._world import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -121,7 +122,7 @@ def fail_one(rank: int, size: int, path: str, version: int, where: str) -> str:
         raise StorageError("the disk says no")
 
     if rank == 1:
-        setattr(zarr_write.LocalStore if where == "write" else zarr_write._Writer, where, refused)
+        setattr(LocalStore if where == "write" else zarr_write._Writer, where, refused)
     with pytest.raises(CheckpointingException) as caught:
         save_all(rank, size, path, version)
     return str(caught.value)

@@ -104,7 +104,8 @@ def test_any_tiling_loads_any_other(
             views = [torch.zeros_like(part(whole, b)) for b in boxes]
             request = [shard("x", v, b, shape) for v, b in zip(views, boxes, strict=True)]
             # One thread: it is the rank's own, so that the counter knows whose the bytes are.
-            options = LoadOptions(thread_count=1)
+            # Unverified: with it, blocks at the edges are read as a whole.
+            options = LoadOptions(thread_count=1, verify="off")
             loaded = load({"x": request}, target, communicator=comm, options=options)
             assert loaded["step"] == 3
             for view, box in zip(views, boxes, strict=True):

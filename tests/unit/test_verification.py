@@ -209,6 +209,17 @@ def test_included_files_are_verified(tmp_path: Path) -> None:
         load({}, tmp_path / "c", options=LoadOptions(verify="full"))
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "metadata.json", "index.json"])
+def test_a_damaged_checkpoint_can_be_saved_over(tmp_path: Path, name: str) -> None:
+    """It must not keep a job from saving to the same path."""
+    saved(tmp_path / "c")
+    flip(tmp_path / "c" / name, 40)
+
+    tensor = saved(tmp_path / "c")
+
+    assert torch.equal(load_plain_tensors(tmp_path / "c")["w"], tensor)
+
+
 class Counting(LocalStore):
     """Counts the bytes that are read."""
 

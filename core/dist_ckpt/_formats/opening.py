@@ -128,6 +128,8 @@ def _open_own(directory: Path, store: Store, config: CheckpointingConfig) -> Che
     for _ in range(_OPEN_TRIES):
         error: CheckpointingException | None = None
         try:
+            # Again: the marker that was seen first may be of the checkpoint before this one.
+            config = maybe_load_config(directory) or config
             contents = _read_own(directory, store, manifest, config)
         except CheckpointingException as e:
             error = e
@@ -139,7 +141,6 @@ def _open_own(directory: Path, store: Store, config: CheckpointingConfig) -> Che
                 raise error
             return contents
         manifest = now
-        config = maybe_load_config(directory) or config
     raise CheckpointNotFoundError(f"{directory} is replaced again and again while it is opened.")
 
 
