@@ -32,6 +32,8 @@ __all__ = [
     "LoggingSink",
     "Pruned",
     "SaveStarted",
+    "SetAside",
+    "Skipped",
     "Staged",
     "Written",
     "emit_to",
@@ -134,6 +136,30 @@ class Pruned(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped(Event):
+    """A checkpoint does not count as the newest one: it is damaged, or was never finished.
+
+    Attributes:
+        reason: What is wrong with it.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetAside(Event):
+    """A damaged checkpoint was renamed, so that nothing takes it for a good one.
+
+    Attributes:
+        reason: What is wrong with it.
+        to: Where it is now.
+    """
+
+    reason: str
+    to: str
+
+
 class EventSink(Protocol):
     """Takes events; any thread may call it, several at a time."""
 
@@ -224,7 +250,10 @@ class JsonLinesSink:
 
 
 class LoggingSink:
-    """Logs commits (INFO), failures (WARNING) and all else (DEBUG) as ``dist_ckpt.events``."""
+    """Logs commits (INFO), failures (WARNING) and all else (DEBUG) as ``dist_ckpt.events``.
+
+    What is skipped or set aside is among the rest: whoever decides that warns of it, sink or not.
+    """
 
     _MOST_KEPT = 64
     """Stalls remembered until their save is settled; more only pile up if it never is."""
@@ -262,6 +291,10 @@ def _told(event: Event, stall: float | None) -> str:
     """Return what stands in the log, with units."""
     if isinstance(event, Pruned):
         return f"removed ({event.reason})."
+    if isinstance(event, Skipped):
+        return f"skipped: {event.reason}"
+    if isinstance(event, SetAside):
+        return f"set aside as {event.to}: {event.reason}"
     match event:
         case Staged():
             told = (

@@ -27,9 +27,6 @@ from dist_ckpt._formats.native import new_format
 from dist_ckpt._live import Live, LiveDescriptions, LiveObjects
 from dist_ckpt._loading import (
     LoadRequest,
-    check_indexed,
-    open_checkpoint,
-    open_together,
     read_common,
     read_object,
     read_whole,
@@ -37,6 +34,7 @@ from dist_ckpt._loading import (
     stored_keys,
 )
 from dist_ckpt._names import adopt_torch_common, adopt_torch_keys, find_prefixes, rename
+from dist_ckpt._opened import check_indexed, open_checkpoint, open_together
 from dist_ckpt._saving import SaveRequest, run_save
 from dist_ckpt.derive import (
     load_optimizer_state,
@@ -44,7 +42,7 @@ from dist_ckpt.derive import (
     optimizer_template,
 )
 from dist_ckpt.derive.values import fill_shared
-from dist_ckpt.errors import CheckpointNotFoundError, MismatchError
+from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
 from dist_ckpt.mapping import ShardedObject
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path, path_to_tell
 from dist_ckpt.validation import StrictPolicy, shortened
@@ -183,6 +181,12 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield ".".join(part for part in name.split(".") if part not in wrappers), module
 
 
+def _set_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
+    for name, module in _with_extra_state(model):
+        if name in extra:
+            module.set_extra_state(extra[name])
+
+
 class CheckpointView:
     """A committed checkpoint, opened by all ranks, to load live objects from.
 
@@ -197,6 +201,9 @@ class CheckpointView:
         options: LoadOptions,
     ) -> None:
         """Hold what was opened; use ``open``."""
+        sections = ("common", "dist_ckpt", "extra_state", "optimizers", "tied")
+        if not all(isinstance(common.get(name, {}), dict) for name in sections):
+            raise CorruptedCheckpointError(f"{contents.directory}: {sections} must be dicts.")
         self._contents, self._tree, self._comm, self._options = contents, common, comm, options
         self._stored = stored_keys(contents)
 
@@ -220,7 +227,7 @@ class CheckpointView:
         options = options or LoadOptions()
         comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
         contents = open_together(
-            path_to_tell(checkpoint_dir), comm, check=lambda: checked_path(checkpoint_dir)
+            path_to_tell(checkpoint_dir), comm, options, check=lambda: checked_path(checkpoint_dir)
         )
         check_indexed(contents)
         read = functools.cache(lambda: read_common(contents, options))
@@ -287,9 +294,9 @@ class CheckpointView:
         if strict:
             self._check_all_taken(i, model, prefix)
         extra = self._tree.get("extra_state", {}).get(str(i), {})
-        for name, module in _with_extra_state(model):
-            if name in extra:
-                module.set_extra_state(extra[name])
+        if extra:  # the same on all ranks
+            phase = f"restoring extra state of model {i}"
+            self._comm.map_reduce(phase, lambda: _set_extra_state(model, extra), lambda _: None)
 
     def _align(self, i: int, model: nn.Module) -> None:
         """See model ``i`` of the checkpoint under the job's names, if only a prefix differs."""
@@ -440,7 +447,8 @@ def is_checkpoint(path: PathLike) -> bool:
 def remove_checkpoint(path: PathLike) -> None:
     """Remove a checkpoint (or a file, or a link) so that it vanishes in one step. Not collective.
 
-    Call it on one rank. Nothing happens if nothing is there.
+    Call it on one rank. Nothing happens if nothing is there. A directory's name is gone, durably,
+    before the first of its files is.
     """
     # First what stands aside: without its target, it would be taken for the checkpoint.
     forget_aside(Path(path))

@@ -10,7 +10,7 @@ import pytest
 
 from dist_ckpt import StorageError
 from dist_ckpt._engine import commit
-from dist_ckpt._engine.commit import Attempt, attempt_prefix, locate, remove_tree
+from dist_ckpt._engine.commit import Attempt, attempt_prefix, locate, put_back, remove_tree
 
 
 def filled(attempt: Attempt, text: str) -> Attempt:
@@ -110,6 +110,51 @@ def test_what_stands_aside_is_found_and_put_back(tmp_path: Path) -> None:
     assert locate(tmp_path / "no" / "where") == tmp_path / "no" / "where"
 
 
+def test_putting_back_keeps_no_save_from_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whoever looks between the two renames of another process may take it for dead."""
+    target = tmp_path / "c"
+    filled(Attempt.begin(target, None), "1").publish(old_files=())
+    attempt = filled(Attempt.begin(target, None), "2")
+    original, seen = Path.rename, list[str]()
+
+    def rename(self: Path, to: Path) -> Path:
+        if to == target and "2" in seen:
+            seen.remove("2")
+            assert put_back(target)
+        return original(self, to)
+
+    seen += ["2", "2"]
+    monkeypatch.setattr(Path, "rename", rename)
+
+    attempt.publish(old_files={"f"})
+
+    assert (target / "f").read_text() == "2"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+    assert put_back(target)
+    assert not put_back(tmp_path / "other")
+    if kind == "two renames":
+        assert seen == []
+
+
+def test_what_cannot_be_put_back_stays_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that is read-only it is found there."""
+    target = tmp_path / "c"
+    aside = tmp_path / f"{attempt_prefix(target)}0123.previous"
+    aside.mkdir()
+
+    def refused(self: Path, to: Path) -> Path:
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(Path, "rename", refused)
+
+    assert not put_back(target)
+    assert locate(target) == aside
+
+
 def test_what_stands_aside_is_swept_by_a_commit(tmp_path: Path) -> None:
     """A crash behind the second rename left it: it is older than the target and must not return."""
     target = tmp_path / "c"
@@ -143,6 +188,59 @@ def test_removing(tmp_path: Path) -> None:
         remove_tree(tmp_path / name)
 
     assert [entry.name for entry in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_name_is_gone_durably_before_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash must not bring it back with half of them. An attempt's name is believed by nobody."""
+    told: list[str] = []
+    synced, removed = commit.fsync_directory, commit.shutil.rmtree
+
+    def sync(path: Path) -> None:
+        assert [one.suffix for one in path.iterdir()].count(".trash") == 1
+        told.append("synced")
+        synced(path)
+
+    def remove(path: Path, **kwargs: bool) -> None:
+        told.append("removed")
+        removed(path, **kwargs)
+
+    (tmp_path / "c").mkdir()
+    aside = tmp_path / f"{attempt_prefix(tmp_path / 'c')}0123456789ab.previous"
+    aside.mkdir()
+    attempt = Attempt.begin(tmp_path / "other", None)
+    monkeypatch.setattr(commit, "fsync_directory", sync)
+    monkeypatch.setattr(commit.shutil, "rmtree", remove)
+
+    remove_tree(tmp_path / "c")
+    remove_tree(aside)
+    attempt.abort()
+
+    assert told == ["synced", "removed", "synced", "removed", "removed"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_removal_that_another_was_quicker_with_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs prune one folder; and what cannot be removed is told."""
+    (tmp_path / "c").mkdir()
+
+    def fails(code: int) -> None:
+        def rename(self: Path, target: Path) -> None:
+            raise OSError(code, os.strerror(code), str(self))
+
+        monkeypatch.setattr(Path, "rename", rename)
+
+    fails(errno.ENOENT)
+    remove_tree(tmp_path / "c")
+    fails(errno.EACCES)
+    remove_tree(tmp_path / "c", ignore_errors=True)
+    with pytest.raises(PermissionError):
+        remove_tree(tmp_path / "c")
+
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
 def test_users_files_are_kept_in_any_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

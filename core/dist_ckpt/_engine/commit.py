@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from dist_ckpt._engine.owners import forget_owner, record_of, record_owner
 from dist_ckpt.errors import StorageError
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
@@ -30,12 +31,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
 __all__ = [
+    "ASIDE_SUFFIX",
+    "ATTEMPT_SUFFIX",
+    "TRASH_SUFFIX",
     "Attempt",
     "Replace",
+    "asides_of",
     "attempt_prefix",
     "forget_aside",
     "forget_trash",
     "locate",
+    "make_directory",
+    "put_back",
     "remove_tree",
 ]
 
@@ -45,6 +52,11 @@ Replace: TypeAlias = Literal["checkpoint", "any"]
 """What a save may replace at its target: an older checkpoint only, or whatever stands there (files
 of a directory that no checkpoint wrote are kept beside the new one)."""
 
+ATTEMPT_SUFFIX, ASIDE_SUFFIX, TRASH_SUFFIX = ".attempt", ".previous", ".trash"
+"""Of what a save writes, of what it replaces, of what is being removed. An attempt and what becomes
+of it have one stem, so that one record of the owner does for all."""
+
+_PREFIX = ".dist-ckpt-"
 _EXCHANGE = 2  # RENAME_EXCHANGE, linux/fs.h
 _AT_FDCWD = -100  # fcntl.h
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
@@ -63,20 +75,28 @@ class Attempt:
         """Make a fresh attempt directory beside the target, or in ``staging_dir``.
 
         The directory must be on the target's file system. Its name is unique, so a dead attempt is
-        never mistaken for this one and never has to be cleared first.
+        never mistaken for this one and never has to be cleared first. Its owner is recorded beside
+        it. What fails here, an interrupt too, leaves neither behind.
         """
         target = Path(os.path.abspath(target))  # noqa: PTH100 - resolve() would follow a link
         # The worker that publishes may have another working directory by now.
         parent = target.parent if staging_dir is None else Path(os.path.abspath(staging_dir))  # noqa: PTH100 - same
         checkpoint_id = uuid.uuid4().hex
-        directory = parent / f"{attempt_prefix(target)}{checkpoint_id[:12]}.attempt"
+        directory = parent / f"{attempt_prefix(target)}{checkpoint_id[:12]}{ATTEMPT_SUFFIX}"
         with storage_errors("create", target.parent):
             _make_durably(target.parent)
             _recover(target)
         with storage_errors("create", directory):
             _make_durably(parent)
-            directory.mkdir()
-        return cls(target, directory, checkpoint_id)
+            try:
+                record_owner(directory)
+                directory.mkdir()
+                return cls(target, directory, checkpoint_id)
+            except BaseException:
+                with suppress(OSError):
+                    directory.rmdir()
+                forget_owner(directory)
+                raise
 
     def publish(self, *, old_files: Collection[str]) -> None:
         """Make the attempt the target. It must be complete and durable, marker included.
@@ -99,6 +119,8 @@ class Attempt:
         try:
             if old is not None:
                 remove_tree(old, ignore_errors=True)
+            if not _is_left(self.directory, self.target.parent):
+                forget_owner(self.directory)
             forget_aside(self.target)
         except Exception:
             # The new checkpoint is committed: a failure to tidy up is no failure of it.
@@ -107,6 +129,8 @@ class Attempt:
     def abort(self) -> None:
         """Remove the attempt; what cannot be removed has no marker and is believed by nobody."""
         remove_tree(self.directory, ignore_errors=True)
+        if not _is_left(self.directory, self.target.parent):
+            forget_owner(self.directory)
 
 
 def attempt_prefix(target: Path) -> str:
@@ -116,46 +140,89 @@ def attempt_prefix(target: Path) -> str:
     ``checkpoint*``, ``*.ckpt``) and list the directory.
     """
     digest = hashlib.sha256(os.fsencode(target.name)).hexdigest()
-    return f".dist-ckpt-{digest[:10]}-"
+    return f"{_PREFIX}{digest[:10]}-"
 
 
 def locate(target: Path) -> Path:
     """Return where the checkpoint of ``target`` is: there, or aside after a crash in a rename."""
     if os.path.lexists(target):
         return target
-    aside = _aside(target)
+    aside = asides_of(target)
     return aside[-1] if aside else target
 
 
 def forget_aside(target: Path) -> None:
-    """Remove what crashed saves left aside, which would come back once ``target`` is removed."""
-    for path in _aside(target):
-        remove_tree(path, ignore_errors=True)
+    """Remove what crashed saves left aside, which would come back once ``target`` is removed.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    for path in asides_of(target):
+        remove_tree(path)
 
 
 def forget_trash(attempt: Attempt) -> None:
     """Remove what a process that died had begun to remove, around this attempt."""
     for parent in {attempt.target.parent, attempt.directory.parent}:
-        for path in (attempt.target, attempt.directory):
-            for trash in parent.glob(f"{attempt_prefix(path)}*.trash"):
-                shutil.rmtree(trash, ignore_errors=True)
+        for trash in parent.glob(f"{attempt_prefix(attempt.target)}*{TRASH_SUFFIX}"):
+            shutil.rmtree(trash, ignore_errors=True)
+            if not trash.exists():
+                forget_owner(trash)
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a checkpoint, file or link so that at no instant half of it looks whole."""
+    """Remove a checkpoint, file or link so that at no instant half of it looks whole.
+
+    A directory is renamed away first, durably: its name is gone at once, its files follow.
+    """
     try:
         if path.is_symlink() or path.is_file():
             path.unlink()
-            return
-        if not path.is_dir():
-            return
-        # A directory is renamed away first: its name is gone at once, its files follow.
-        trash = path.parent / f"{attempt_prefix(path)}{uuid.uuid4().hex[:12]}.trash"
-        path.rename(trash)
-        shutil.rmtree(trash, ignore_errors=ignore_errors)
+        elif path.is_dir():
+            _remove_directory(path, ignore_errors=ignore_errors)
+    except FileNotFoundError:
+        return  # another process was quicker
     except OSError:
         if not ignore_errors:
             raise
+
+
+def _remove_directory(path: Path, *, ignore_errors: bool) -> None:
+    is_ours = path.name.startswith(_PREFIX) and path.suffix in (ATTEMPT_SUFFIX, ASIDE_SUFFIX)
+    stem = path.stem if is_ours else f"{attempt_prefix(path)}{uuid.uuid4().hex[:12]}"
+    trash = path.with_name(f"{stem}{TRASH_SUFFIX}")
+    is_owned = record_of(trash).exists()
+    try:
+        if not is_owned:
+            record_owner(trash)
+        path.rename(trash)
+        if not is_ours or path.suffix != ATTEMPT_SUFFIX:
+            # A name that is believed must not come back, after a crash, with half of its files. An
+            # attempt is believed by nobody.
+            fsync_directory(path.parent)
+        shutil.rmtree(trash, ignore_errors=ignore_errors)
+    finally:
+        if not is_owned and not trash.exists():
+            forget_owner(trash)
+
+
+def _is_left(directory: Path, parent: Path) -> bool:
+    """Whether there is anything of an attempt yet: itself, what it replaced, or its remains."""
+    places = {directory.parent, parent}
+    suffixes = (ATTEMPT_SUFFIX, ASIDE_SUFFIX, TRASH_SUFFIX)
+    return any(
+        (one / f"{directory.stem}{suffix}").exists() for one in places for suffix in suffixes
+    )
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and its missing parents, each name durable; nothing if it is there.
+
+    Raises:
+        StorageError: It cannot be made.
+    """
+    with storage_errors("create", directory):
+        _make_durably(directory)
 
 
 def _make_durably(directory: Path) -> None:
@@ -166,8 +233,9 @@ def _make_durably(directory: Path) -> None:
         fsync_directory(one.parent)
 
 
-def _aside(target: Path) -> list[Path]:
-    pattern = f"{attempt_prefix(target)}*.previous"
+def asides_of(target: Path) -> list[Path]:
+    """Return what crashed saves have left aside of a target, the newest last."""
+    pattern = f"{attempt_prefix(target)}*{ASIDE_SUFFIX}"
     if not target.parent.is_dir():
         return []
     return sorted(target.parent.glob(pattern), key=_mtime_ns)
@@ -178,6 +246,18 @@ def _mtime_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
     except FileNotFoundError:  # another process has just put it back or removed it
         return 0
+
+
+def put_back(target: Path) -> bool:
+    """Give what a crash has left aside its name again; return whether it has it by now.
+
+    For those who look for a checkpoint by its path: nothing fails for want of it.
+    """
+    try:
+        _recover(target)
+    except OSError as error:
+        logger.debug("%s stays aside: %s", target, error)
+    return os.path.lexists(target)
 
 
 def _recover(target: Path) -> None:
@@ -201,13 +281,19 @@ def _replace(new: Path, target: Path) -> Path | None:
             raise
     else:
         return new
-    aside = target.parent / f"{attempt_prefix(target)}{uuid.uuid4().hex[:12]}.previous"
-    target.rename(aside)
-    try:
-        new.rename(target)
-    except OSError:
-        aside.rename(target)
-        raise
+    aside = target.parent / f"{new.stem}{ASIDE_SUFFIX}"
+    for is_last in (False, False, True):
+        target.rename(aside)
+        try:
+            new.rename(target)
+        except OSError as error:
+            with suppress(FileNotFoundError):
+                aside.rename(target)
+            # Another process takes this for a crash, and has put the old one back.
+            if is_last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            break
     return aside
 
 

@@ -5,6 +5,7 @@ Here: the protocol and its one data type. Not here: implementations (one file ea
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,4 +90,5 @@ def checked_name(name: str) -> str:
     parts = name.split("/")
     if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"unsafe file name {name!r}")
+    os.fsencode(name)  # no name of a file, if it cannot be: UnicodeEncodeError is a ValueError
     return name

@@ -117,8 +117,10 @@ class LocalStore:
         """Return the whole file ``name``."""
         path = self._path(name)
         with storage_errors("read", path), os.fdopen(self._open(name), "rb") as file:
-            data = file.read(max_nbytes + 1)
-        if len(data) > max_nbytes:
+            # As much memory as there is to read, not as much as there may be.
+            nbytes = os.fstat(file.fileno()).st_size
+            data = file.read(nbytes + 1) if nbytes <= max_nbytes else b""
+        if max(nbytes, len(data)) > max_nbytes:
             raise CorruptedCheckpointError(f"{path}: longer than the {max_nbytes} bytes allowed.")
         return data
 
