@@ -1,11 +1,14 @@
 """Names for types that cross module borders.
 
-Here: aliases and the ``Communicator`` port. Not here: implementations (``dist_ckpt._comm``).
+Here: aliases, the ``Communicator`` port, and the users' own types of values. Not here:
+implementations (``dist_ckpt._comm``), the codec that writes values (``dist_ckpt._codec``).
 """
 
 from __future__ import annotations
 
 import os
+import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
@@ -21,7 +24,11 @@ __all__ = [
     "ReplicaId",
     "ShardedStateDict",
     "StateDict",
+    "ValueType",
+    "ValueTypes",
     "Writer",
+    "register_value_type",
+    "value_types",
 ]
 
 StateDict: TypeAlias = dict[str, Any]
@@ -105,8 +112,101 @@ class RankInfo:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ValueType:
+    """A class of the user whose values are stored without pickle.
+
+    Attributes:
+        cls: The class; subclasses are other classes.
+        tag: Its name in checkpoints.
+        dump: Makes something simpler of a value: numbers, text, containers, tensors, or values of
+            other registered types.
+        load: Makes the value of that again.
+    """
+
+    cls: type
+    tag: str
+    dump: Callable[[Any], Any]
+    load: Callable[[Any], Any]
+
+
+_TAG = re.compile(r"[A-Za-z_][A-Za-z0-9_.:-]{0,199}", re.ASCII)
+
+
+class ValueTypes:
+    """The users' types of one process, by class and by tag; for several threads."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._lock = threading.Lock()
+        self._by_class: dict[type, ValueType] = {}
+        self._by_tag: dict[str, ValueType] = {}
+
+    def register(self, one: ValueType) -> None:
+        """Add a type.
+
+        Raises:
+            ConfigError: The class or the tag is taken, or is none.
+        """
+        cls: Any = one.cls
+        tag: Any = one.tag
+        if not isinstance(cls, type) or cls.__module__ == "builtins":
+            raise ConfigError(f"{one.cls!r} is not a class of your own.")
+        if not isinstance(tag, str) or not _TAG.fullmatch(tag):
+            raise ConfigError(
+                f"tag {one.tag!r} of {one.cls.__qualname__} is not a name.",
+                hint="use the package and the class: 'mylib.Schedule'.",
+            )
+        if not all(map(callable, (one.dump, one.load))):
+            raise ConfigError(f"dump and load of {one.tag!r} must be functions.")
+        with self._lock:
+            taken = self._by_class.get(one.cls) or self._by_tag.get(one.tag)
+            if taken is not None:
+                raise ConfigError(
+                    f"cannot register {one.cls.__qualname__} as {one.tag!r}: "
+                    f"{taken.cls.__qualname__} is registered as {taken.tag!r}.",
+                    hint="a class has one tag, and a tag one class.",
+                )
+            self._by_class[one.cls] = self._by_tag[one.tag] = one
+
+    def of_class(self, cls: type) -> ValueType | None:
+        """Return the type of a class, None if there is none."""
+        return self._by_class.get(cls)
+
+    def of_tag(self, tag: str) -> ValueType | None:
+        """Return the type of a tag, None if there is none."""
+        return self._by_tag.get(tag)
+
+
+value_types = ValueTypes()
+"""What ``register_value_type`` has registered in this process."""
+
+
+def register_value_type(
+    cls: type[T], *, tag: str, dump: Callable[[T], Any], load: Callable[[Any], T]
+) -> None:
+    """Let values of a class be stored without pickle. Not collective; once per process.
+
+    Register before the first save, and before a load in every process that loads: a checkpoint
+    names the tag only. ``load`` gets what is in the file: it should check it.
+
+    Args:
+        cls: The class, exactly: its subclasses are other classes.
+        tag: Its name in checkpoints, ``mylib.Schedule``; keep it when the class moves.
+        dump: Makes something simpler of a value: numbers, text, containers, tensors, values of
+            other registered types.
+        load: Makes the value of that again.
+
+    Raises:
+        ConfigError: The class or the tag is registered already, or is none.
+    """
+    value_types.register(ValueType(cls, tag, dump, load))
+
+
 class ForeignValue:
-    """Stands for a value that another library pickled by its class, which is not imported here.
+    """Stands for a value of a class that is not imported here.
+
+    Of another library's pickle, or of an enum or a named tuple of the program that saved.
 
     Attributes:
         type_name: The class, with its module.

@@ -162,6 +162,17 @@ JSON = st.recursive(
                     "$datetime",
                     "$parameter",
                 ]
+                + [
+                    "$enum",
+                    "$named_tuple",
+                    "$config",
+                    "$own",
+                    "$sparse",
+                    "$type",
+                    "$zone",
+                    "$random",
+                ]
+                + ["$pattern", "$timezone", "$numpy_dtype", "$array", "$known_dict", "$generator"]
                 + ["$defaultdict", "$pickle", "$scalar", "$size", "$bytes", "$range", "$counter"]
             ),
             inner,

@@ -12,7 +12,8 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,7 @@ import pytest
 import torch
 
 from dist_ckpt import CheckpointingException, ConfigError, CorruptedCheckpointError
-from dist_ckpt._formats.torch_dist import unpickle
-from dist_ckpt._formats.torch_dist.unpickle import unpickled
+from dist_ckpt._formats.torch_dist.unpickle import tensor_of_record, unpickled
 from dist_ckpt.errors import UnsafeContentError
 from dist_ckpt.types import ForeignValue
 
@@ -114,16 +114,6 @@ def test_nothing_stays_admitted() -> None:
     load(saved(PLAIN["namespace"]))
 
     assert set(torch.serialization.get_safe_globals()) == before
-
-
-def test_another_thread_may_be_at_the_wider_way() -> None:
-    """What it admits meanwhile is no plain value yet: it is finished here too."""
-    value = {"numpy": np.random.RandomState(3).get_state(), "dtype": np.dtype("f4")}
-
-    with torch.serialization.safe_globals(unpickle._plain_types()):
-        loaded = load(saved(value))
-
-    assert same(loaded, value)
 
 
 def test_what_the_program_admits_counts() -> None:
@@ -290,3 +280,147 @@ def test_enums_of_megatron_open_no_door(backend: type[enum.Enum]) -> None:
 
     with pytest.raises(UnsafeContentError, match=r"AttnBackend.*system"):
         unpickled(data, what="args", where="common.pt", allow_pickle=False)
+
+
+TENSORS = {
+    "plain": torch.arange(6.0).reshape(2, 3),
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "part": torch.arange(10)[3:7],
+    "expanded": torch.ones(1).expand(3, 4),
+    "scalar": torch.tensor(2.5),
+    "empty": torch.zeros(0, 3),
+    "conjugated": torch.tensor([1 + 2j]).conj(),
+    "negated": torch.tensor([1 + 2j]).conj().imag,
+    "bfloat16": torch.ones(3, dtype=torch.bfloat16),
+    "fp8": torch.ones(3).to(torch.float8_e4m3fn),
+    "uint16": torch.arange(3).to(torch.uint16),
+    "bool": torch.tensor([True, False]),
+    "parameter": torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    "gradient": torch.ones(2, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS.keys())
+def test_tensors_of_every_form(tensor: torch.Tensor) -> None:
+    """As ``torch.load`` gives them, alone or in a container."""
+    (found,) = load(saved([tensor]))
+
+    assert type(found) is type(tensor)
+    assert (found.dtype, found.shape, found.stride()) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
+    assert found.requires_grad == tensor.requires_grad
+    assert found.tolist() == tensor.tolist()
+    assert tensor_of_record(saved(tensor)).tolist() == tensor.tolist()
+
+
+def test_tensors_share_their_storage() -> None:
+    """Views of one storage stay views of one."""
+    whole = torch.arange(4.0)
+
+    first, second = load(saved((whole, whole[1:])))
+
+    first[1] = 9
+    assert second[0] == 9
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        pytest.param(torch.eye(2).to_sparse(), "_rebuild_sparse_tensor", id="sparse"),
+        pytest.param(torch.empty(2, device="meta"), "_rebuild_meta_tensor", id="meta"),
+    ],
+)
+def test_special_tensors_are_refused(value: torch.Tensor, name: str) -> None:
+    """What is made of more than one storage and a shape needs the reader's trust."""
+    with pytest.raises(UnsafeContentError, match=name):
+        load(saved(value))
+    with pytest.raises(ValueError, match=name):
+        tensor_of_record(saved(value))
+
+
+def test_what_is_no_tensor() -> None:
+    """A record of a tensor holds a tensor and nothing else."""
+    with pytest.raises(ValueError, match="dict"):
+        tensor_of_record(saved({"a": torch.ones(1)}))
+
+
+def rezipped(
+    value: object, *, method: int = zipfile.ZIP_STORED, change: Callable[[str, bytes], bytes]
+) -> bytes:
+    buffer = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(saved(value))) as old,
+        zipfile.ZipFile(buffer, "w", method) as new,
+    ):
+        for info in old.infolist():
+            new.writestr(info.filename, change(info.filename, old.read(info)))
+    return buffer.getvalue()
+
+
+def legacy() -> bytes:
+    buffer = io.BytesIO()
+    torch.save(torch.ones(3), buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+def shared_members() -> bytes:
+    """Return a record in which another member lies over the bytes of the storage."""
+    buffer = io.BytesIO(saved(torch.zeros(4096)))
+    with zipfile.ZipFile(buffer, "a") as archive:
+        (first,) = (one for one in archive.filelist if one.filename.endswith("data/0"))
+        archive.writestr("archive/data/9", bytes(16))
+        archive.filelist[-1].header_offset = first.header_offset
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        pytest.param(legacy(), "no zip archive", id="before-torch-1.6"),
+        pytest.param(rezipped(torch.zeros(1 << 20), method=zipfile.ZIP_DEFLATED,
+                              change=lambda _, data: data), "not stored as it is", id="bomb"),
+        pytest.param(rezipped([1], change=lambda name, data: b"big" if "order" in name else data),
+                     "byte order", id="byte-order"),
+        pytest.param(rezipped(torch.ones(4), change=lambda name, data: data[:-1] if "data/0" in name
+                              else data), "in 15 bytes", id="short-storage"),
+        pytest.param(shared_members(), "share bytes", id="one-place-twice"),
+    ],
+)  # fmt: skip
+def test_archives_are_read_in_bounds(data: bytes, says: str) -> None:
+    """Nothing is decompressed, and no byte is read twice."""
+    with pytest.raises(CorruptedCheckpointError, match=says):
+        load(data)
+
+
+def test_calls_pay_for_what_they_copy() -> None:
+    """A long list or text that is copied again and again is refused, not copied."""
+    text = pickle.dumps("a" * 60_000, 2)[2:-1].partition(b"q\x00")[0]
+    many = b"\x80\x02]q\x00(" + text + b"q\x01" + (
+        b"c_codecs\nencode\nh\x01\x85R" * 3000
+    ) + b"e."  # fmt: skip
+
+    with pytest.raises(CorruptedCheckpointError, match="unfolds"):
+        load(rezipped([], change=lambda name, data: many if name.endswith("data.pkl") else data))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R",
+        b"cbuiltins\nbytes\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R",
+        b"ctorch._utils\n_rebuild_parameter\nNN\x86R",
+        b"ctorch\nSize\nX\x01\x00\x00\x00a\x85R",
+        b"ccollections\ndefaultdict\nctorch\nSize\n\x85R",
+        b"c_io\nBytesIO\n)\x81(NNNtb",
+        b"cnumpy._core.multiarray\nscalar\nNN\x86R",
+    ],
+)
+def test_names_are_called_as_they_should_be(call: bytes) -> None:
+    """With anything else they raise; nothing is taken for what it asks."""
+    data = rezipped([], change=lambda n, d: b"\x80\x02" + call + b"." if n.endswith("pkl") else d)
+
+    with pytest.raises((CorruptedCheckpointError, UnsafeContentError)):
+        load(data)

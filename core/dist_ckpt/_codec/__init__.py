@@ -10,7 +10,10 @@ the JSON). Everything else is an object with one key, ``{"$tag": payload}``, whe
 a document again; a key that starts with ``$`` is escaped by another ``$``. Tensors are kept beside
 the document and stand in it by number.
 
-Types are matched exactly: an enum, a named tuple or any other class that the table does not list
+Types are matched exactly. Members of enums and named tuples stand there by the names of their
+classes, which a load looks for among what the program has imported, and never imports or calls;
+where they are not there, a ``ForeignValue`` stands for the value. Users register types of their own
+(``dist_ckpt.types.register_value_type``). Any other class, a user's subclass of dict or str too,
 becomes ``{"$pickle": ...}``, which ``decode`` refuses unless it is told to trust the source. What
 is not kept: containers shared by two places come back twice (a shared tensor comes back once), and
 a tensor's autograd state, except ``requires_grad`` of a parameter.

@@ -1,12 +1,13 @@
 """From a document back to the value.
 
 Here: ``decode``, and ``iter_pickled``, which looks without loading. Not here: the way there
-(``encoder``), single types (``table``). No class is ever looked up by a name in the document.
+(X
 """
 
 from __future__ import annotations
 
 import collections
+import logging
 import pickle
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -18,11 +19,15 @@ from dist_ckpt._codec.names import MAX_DEPTH, PAIR_TAGS, is_tag, render, unescap
 from dist_ckpt._codec.table import BY_TAG, FACTORIES, from_base64
 from dist_ckpt.errors import (
     CheckpointingException,
+    ConfigError,
     CorruptedCheckpointError,
     UnsafeContentError,
 )
+from dist_ckpt.types import ForeignValue, ValueTypes, value_types
 
 __all__ = ["decode", "iter_pickled"]
+
+logger = logging.getLogger(__name__)
 
 _MALFORMED: Final = (
     TypeError,
@@ -40,6 +45,7 @@ def decode(
     *,
     allow_pickle: bool = False,
     where: str = "",
+    own: ValueTypes | None = None,
 ) -> Any:
     """Turn a document of ``encode`` back into the value.
 
@@ -48,8 +54,11 @@ def decode(
         tensors: The tensors in the order of ``Encoded.tensors``; they are used, not copied.
         allow_pickle: Whether pickled values are loaded. They can run any code: trust the source.
         where: The file, for error messages.
+        own: The users' types; None for those that are registered in this process.
 
     Raises:
+        ConfigError: A value is of a user's type that is not registered here, or of a time zone that
+            is not known here; names it.
         UnsafeContentError: There are pickled values and ``allow_pickle`` is false; names them all.
         CorruptedCheckpointError: This is no document of ``encode``.
     """
@@ -62,7 +71,17 @@ def decode(
                 f"{prefix}{len(found)} value(s) are pickled, loading them can run code: {listing}.",
                 hint="pass allow_pickle=True if you trust whoever wrote the checkpoint.",
             )
-    return Decoder(tensors, prefix=prefix, allow_pickle=allow_pickle).value(document)
+    decoder = Decoder(
+        tensors, prefix=prefix, allow_pickle=allow_pickle, own=value_types if own is None else own
+    )
+    value = decoder.value(document)
+    if decoder.not_imported:
+        logger.warning(
+            "%snot imported here, so that a ForeignValue stands for values of: %s",
+            prefix,
+            ", ".join(sorted(decoder.not_imported)),
+        )
+    return value
 
 
 def iter_pickled(document: object) -> Iterator[tuple[str, str]]:
@@ -73,7 +92,11 @@ def iter_pickled(document: object) -> Iterator[tuple[str, str]]:
 class Decoder:
     """One run of ``decode``: what may be used, and where we are."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], *, prefix: str, allow_pickle: bool) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], *, prefix: str, allow_pickle: bool, own: ValueTypes
+    ) -> None:
+        self.not_imported: set[str] = set()
+        self._own = own
         self._tensors = tensors
         self._prefix = prefix
         self._allow_pickle = allow_pickle
@@ -134,10 +157,9 @@ class Decoder:
             return collections.defaultdict(
                 None if factory is None else FACTORIES[factory], self._pairs(pairs)
             )
-        if tag == "$tensor":
-            return self._tensor(payload)
-        if tag == "$pickle":
-            return self._unpickle(payload)
+        special = {"$tensor": self._tensor, "$pickle": self._unpickle, "$own": self._own_value}
+        if tag in special:
+            return special[tag](payload)
         rule = BY_TAG.get(tag)
         if rule is None:
             self._corrupted(f"unknown tag {tag!r}: written by a newer version, or altered")
@@ -146,7 +168,29 @@ class Decoder:
             self._corrupted(
                 f"malformed {tag!r}: expected {rule.payload.__name__}, found {type(inner).__name__}"
             )
-        return rule.load(inner)
+        value = rule.load(inner)
+        if isinstance(value, ForeignValue) and tag != "$foreign":
+            self.not_imported.add(value.type_name)
+        return value
+
+    def _own_value(self, payload: Any) -> Any:
+        tag, document = payload
+        if type(tag) is not str:
+            raise TypeError("the tag of a registered type is text")
+        path = render("", self._trail) or "the value"
+        one = self._own.of_tag(tag)
+        if one is None:
+            raise ConfigError(
+                f"{self._prefix}{path}: no type is registered here for the tag {tag!r}.",
+                hint="call dist_ckpt.types.register_value_type for it before loading.",
+            )
+        inner = self.value(document)
+        try:
+            return one.load(inner)
+        except Exception as error:
+            raise CorruptedCheckpointError(
+                f"{self._prefix}{path}: the load function of {tag!r} failed: {error!r}."
+            ) from error
 
     def _pairs(self, payload: Any) -> dict[Any, Any]:
         if type(payload) is not list:

@@ -12,12 +12,12 @@ import pickle
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
 import torch
 
 from dist_ckpt._codec.names import MAX_DEPTH, escape, render
-from dist_ckpt._codec.table import BY_CLASS, FACTORIES, NUMPY_SCALAR, to_base64
+from dist_ckpt._codec.table import FACTORIES, Rule, rule_of, to_base64
 from dist_ckpt.errors import InvalidShardingError
+from dist_ckpt.types import ValueType, ValueTypes, value_types
 
 __all__ = ["Encoded", "encode"]
 
@@ -37,18 +37,19 @@ class Encoded:
     tensors: tuple[torch.Tensor, ...]
 
 
-def encode(value: object, *, path: str = "") -> Encoded:
+def encode(value: object, *, path: str = "", own: ValueTypes | None = None) -> Encoded:
     """Turn a value into a JSON document and the tensors in it.
 
     Args:
         value: Any nesting of the supported types; others are pickled.
         path: Name of the value in error messages.
+        own: The users' types; None for those that are registered in this process.
 
     Raises:
         InvalidShardingError: Something cannot be stored: it contains itself, is too deep, is a
             tensor of a special class, or cannot be pickled. All such places are named at once.
     """
-    encoder = Encoder()
+    encoder = Encoder(value_types if own is None else own)
     document = encoder.value(value)
     if encoder.problems:
         problems = "; ".join(
@@ -79,7 +80,8 @@ def _is_text(value: object) -> bool:
 class Encoder:
     """One run of ``encode``: the tensors met, the places that failed, and where we are."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: ValueTypes) -> None:
+        self._own = own
         self.tensors: list[torch.Tensor] = []
         self.problems: list[tuple[tuple[Any, ...], str]] = []
         self._trail: list[Any] = []
@@ -112,6 +114,8 @@ class Encoder:
     def _compound(self, value: object) -> Any:
         if type(value) is list:
             return [self._child(i, item) for i, item in enumerate(value)]
+        if (one := self._own.of_class(type(value))) is not None:
+            return self._own_value(value, one)
         if isinstance(value, dict) and (document := self._mapping(value)) is not None:
             return document
         if isinstance(value, torch.Tensor):
@@ -119,9 +123,9 @@ class Encoder:
             if type(value) is torch.nn.Parameter:
                 return {"$parameter": [document, value.requires_grad]}
             return document
-        rule = BY_CLASS.get(type(value))
-        if rule is None and isinstance(value, np.generic):
-            rule = NUMPY_SCALAR
+        return self._by_rule(value, rule_of(value))
+
+    def _by_rule(self, value: object, rule: Rule | None) -> Any:
         payload = rule.dump(value) if rule else NotImplemented
         if rule is None or payload is NotImplemented:
             return self._pickle(value)
@@ -129,6 +133,13 @@ class Encoder:
         if rule.cls in {set, frozenset} and isinstance(inner, list):
             inner.sort(key=json.dumps)  # the order of a set differs from process to process
         return {rule.tag: inner}
+
+    def _own_value(self, value: object, one: ValueType) -> Any:
+        try:
+            payload = one.dump(value)
+        except Exception as error:  # noqa: BLE001 - the user's function; reported by path
+            return self._fail(f"the dump function of {one.tag!r} failed: {error!r}")
+        return {"$own": [one.tag, self.value(payload)]}
 
     def _mapping(self, value: dict[Any, Any]) -> Any:
         kind = type(value)
@@ -158,6 +169,8 @@ class Encoder:
             )
         if value.is_meta:
             return self._fail("is a tensor on the meta device, which has no data")
+        if value.layout is torch.sparse_coo:
+            return {"$sparse": self.value(_sparse_parts(value.detach()))}
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             return self._pickle(value.detach())
         if id(value) not in self._numbers:
@@ -172,3 +185,7 @@ class Encoder:
         except Exception as error:  # noqa: BLE001 - __reduce__ may raise anything; reported by path
             return self._fail(f"{name} cannot be pickled: {error}")
         return {"$pickle": {"type": name, "data": to_base64(data)}}
+
+
+def _sparse_parts(value: torch.Tensor) -> list[Any]:
+    return [value._indices(), value._values(), list(value.shape), value.is_coalesced()]  # noqa: SLF001 - indices() refuses what is not coalesced

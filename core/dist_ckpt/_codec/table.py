@@ -7,31 +7,44 @@ Here: what each class turns into, and back. Not here: nesting, paths and errors 
 from __future__ import annotations
 
 import argparse
+import array
 import base64
 import collections
 import datetime as dt
 import decimal
+import enum
 import fractions
 import io
+import ipaddress
 import os
 import pathlib
+import random
+import re
 import types
 import uuid
+import zoneinfo
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 
+from dist_ckpt._codec import arrays, classes, configs, generators, moments
 from dist_ckpt.types import ForeignValue
 
-__all__ = ["BY_CLASS", "BY_TAG", "FACTORIES", "NUMPY_SCALAR", "Rule", "from_base64", "to_base64"]
+__all__ = ["BY_CLASS", "BY_TAG", "FACTORIES", "Rule", "from_base64", "rule_of", "to_base64"]
 
-_INLINE_NBYTES: Final = 4096  # arrays up to here stand in the document, larger ones beside it
-_ARRAY_KINDS: Final = frozenset("biufcmM")  # numpy kinds without references: nothing to execute
+T = TypeVar("T")
+
 FACTORIES: Final[Mapping[str, type]] = types.MappingProxyType(
-    {factory.__name__: factory for factory in (list, dict, set, int, float)}
+    {
+        factory.__name__: factory
+        for factory in (
+            *(list, dict, set, tuple, frozenset, int, float, complex, bool, str, bytes),
+            *(collections.Counter, collections.OrderedDict, collections.deque),
+        )
+    }
 )
 """What a ``defaultdict`` may make its defaults with, by name."""
 
@@ -51,79 +64,18 @@ class Rule:
     load: Callable[[Any], Any]
 
 
-def _dump_moment(value: dt.datetime | dt.time) -> Any:
-    zone, offset = value.tzinfo, None
-    if zone is not None:
-        offset = zone.utcoffset(None) if type(zone) is dt.timezone else None
-        if offset is None or zone.tzname(None) != dt.timezone(offset).tzname(None):
-            return NotImplemented  # a zone with rules or a name of its own
-    # The offset goes apart: fromisoformat of python 3.11 loses one below a second.
-    return [value.replace(tzinfo=None).isoformat(), value.fold, offset]
-
-
-def _load_moment(cls: type[Any]) -> Callable[[list[Any]], Any]:
-    def load(payload: list[Any]) -> Any:
-        text, fold, offset = payload
-        zone = None if offset is None else dt.timezone(offset)
-        return cls.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+def _load_of_torch(kind: type[T]) -> Callable[[str], T]:
+    def load(name: str) -> T:
+        value = vars(torch).get(name)
+        if type(value) is not kind:
+            raise ValueError(f"torch.{name} is no {kind.__name__}")
+        return value
 
     return load
 
 
-def _dump_array(value: np.ndarray[Any, Any] | np.generic) -> Any:
-    name = value.dtype.str
-    if value.dtype.kind not in _ARRAY_KINDS or np.dtype(name).type is not value.dtype.type:
-        return NotImplemented
-    flat = np.ascontiguousarray(value).reshape(-1)
-    if flat.nbytes <= _INLINE_NBYTES:
-        return [name, list(value.shape), flat.tobytes()]
-    flat = flat if flat.flags.writeable else flat.copy()  # torch warns of read-only memory
-    return [name, list(value.shape), torch.from_numpy(flat.view(np.uint8))]
-
-
-def _load_array(payload: list[Any]) -> np.ndarray[Any, Any]:
-    name, shape, raw = payload
-    dtype = np.dtype(name)
-    if dtype.kind not in _ARRAY_KINDS or min(shape, default=0) < 0:
-        raise ValueError(f"no plain array: dtype {name!r}, shape {shape!r}")
-    if type(raw) is bytes:
-        return np.frombuffer(raw, dtype).reshape(shape).copy()
-    if raw.dtype != torch.uint8 or raw.dim() != 1:
-        raise ValueError("the data of an array is no row of bytes")
-    return np.asarray(raw.contiguous().numpy().view(dtype).reshape(shape))
-
-
-def _load_scalar(payload: list[Any]) -> Any:
-    return _load_array(payload)[()]
-
-
-def _load_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if type(dtype) is not torch.dtype:
-        raise ValueError(f"torch.{name} is no dtype")
-    return dtype
-
-
-def _dump_bytes_io(value: io.BytesIO) -> Any:
-    if value.closed or vars(value):
-        return NotImplemented
-    data = value.getvalue()
-    if len(data) <= _INLINE_NBYTES:
-        return [data, value.tell()]
-    return [torch.frombuffer(bytearray(data), dtype=torch.uint8), value.tell()]
-
-
-def _load_bytes_io(payload: list[Any]) -> io.BytesIO:
-    raw, position = payload
-    if isinstance(raw, torch.Tensor):
-        if raw.dtype != torch.uint8 or raw.dim() != 1:
-            raise ValueError("the data of a buffer is no row of bytes")
-        raw = raw.contiguous().numpy().tobytes()
-    if type(raw) is not bytes:
-        raise ValueError("the data of a buffer is no bytes")
-    value = io.BytesIO(raw)
-    value.seek(position)
-    return value
+def _torch_name(value: object) -> str:
+    return str(value).removeprefix("torch.")
 
 
 def _load_range(payload: list[Any]) -> range:
@@ -142,7 +94,36 @@ def _load_complex(payload: list[Any]) -> complex:
 
 def _load_parameter(payload: list[Any]) -> torch.nn.Parameter:
     tensor, requires_grad = payload
+    if not isinstance(tensor, torch.Tensor) or type(requires_grad) is not bool:
+        raise TypeError("expected a tensor, and whether it requires a gradient")
     return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+
+
+def _load_sparse(payload: list[Any]) -> torch.Tensor:
+    indices, values, shape, is_coalesced = payload
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=is_coalesced, check_invariants=True
+    )
+
+
+def _dump_pattern(value: re.Pattern[Any]) -> list[Any]:
+    return [value.pattern, value.flags & ~int(re.DEBUG)]
+
+
+def _load_pattern(payload: list[Any]) -> re.Pattern[Any]:
+    pattern, flags = payload
+    if type(pattern) not in (str, bytes) or type(flags) is not int or flags & int(re.DEBUG):
+        raise ValueError("no pattern")
+    try:
+        return re.compile(pattern, flags)
+    except re.error as error:
+        raise ValueError(f"no pattern: {error}") from error
+
+
+def _load_foreign(payload: list[Any]) -> ForeignValue:
+    if not payload or type(payload[0]) is not str:
+        raise ValueError("expected the name of a class")
+    return ForeignValue(*payload)
 
 
 def _load_deque(payload: list[Any]) -> collections.deque[Any]:
@@ -169,7 +150,10 @@ def from_base64(text: str) -> bytes:
 
 _POSIX: Final = pathlib.PosixPath if os.name == "posix" else pathlib.PurePosixPath
 _WINDOWS: Final = pathlib.WindowsPath if os.name == "nt" else pathlib.PureWindowsPath
-NUMPY_SCALAR: Final = Rule("$scalar", np.generic, list, _dump_array, _load_scalar)
+_ADDRESSES: Final = (
+    *(ipaddress.IPv4Address, ipaddress.IPv4Interface, ipaddress.IPv4Network),
+    *(ipaddress.IPv6Address, ipaddress.IPv6Interface, ipaddress.IPv6Network),
+)
 _TABLE: Final = (
     Rule("$str", str, bytes, lambda x: x.encode("utf-8", "surrogatepass"),
          lambda x: x.decode("utf-8", "surrogatepass")),
@@ -178,7 +162,7 @@ _TABLE: Final = (
     Rule("$complex", complex, list, lambda x: [repr(x.real), repr(x.imag)], _load_complex),
     Rule("$bytes", bytes, str, to_base64, from_base64),
     Rule("$bytearray", bytearray, str, to_base64, lambda x: bytearray(from_base64(x))),
-    Rule("$bytes_io", io.BytesIO, list, _dump_bytes_io, _load_bytes_io),
+    Rule("$bytes_io", io.BytesIO, list, arrays.dump_bytes_io, arrays.load_bytes_io),
     Rule("$tuple", tuple, list, list, tuple),
     Rule("$set", set, list, list, set),
     Rule("$frozenset", frozenset, list, list, frozenset),
@@ -190,13 +174,16 @@ _TABLE: Final = (
     Rule("$simple_namespace", types.SimpleNamespace, dict, lambda x: dict(vars(x)),
          _load_attributes(types.SimpleNamespace)),
     Rule("$foreign", ForeignValue, list, lambda x: [x.type_name, *x.arguments],
-         lambda x: ForeignValue(*x)),
+         _load_foreign),
     Rule("$posix_path", pathlib.PosixPath, str, str, _POSIX),
     Rule("$windows_path", pathlib.WindowsPath, str, str, _WINDOWS),
     Rule("$pure_posix_path", pathlib.PurePosixPath, str, str, pathlib.PurePosixPath),
     Rule("$pure_windows_path", pathlib.PureWindowsPath, str, str, pathlib.PureWindowsPath),
-    Rule("$datetime", dt.datetime, list, _dump_moment, _load_moment(dt.datetime)),
-    Rule("$time", dt.time, list, _dump_moment, _load_moment(dt.time)),
+    Rule("$datetime", dt.datetime, list, moments.dump_moment,
+         moments.load_moment(dt.datetime)),
+    Rule("$time", dt.time, list, moments.dump_moment, moments.load_moment(dt.time)),
+    Rule("$timezone", dt.timezone, list, moments.dump_timezone, moments.load_timezone),
+    Rule("$zone", zoneinfo.ZoneInfo, str, moments.dump_zone, moments.load_zone),
     Rule("$date", dt.date, str, lambda x: x.isoformat(), dt.date.fromisoformat),
     Rule("$timedelta", dt.timedelta, list, lambda x: [x.days, x.seconds, x.microseconds],
          lambda x: dt.timedelta(*x)),
@@ -205,12 +192,68 @@ _TABLE: Final = (
          lambda x: fractions.Fraction(*x)),
     Rule("$uuid", uuid.UUID, str, str, uuid.UUID),
     Rule("$size", torch.Size, list, list, torch.Size),
-    Rule("$dtype", torch.dtype, str, lambda x: str(x).removeprefix("torch."), _load_dtype),
+    Rule("$dtype", torch.dtype, str, _torch_name, _load_of_torch(torch.dtype)),
+    Rule("$layout", torch.layout, str, _torch_name, _load_of_torch(torch.layout)),
+    Rule("$memory_format", torch.memory_format, str, _torch_name,
+         _load_of_torch(torch.memory_format)),
     Rule("$device", torch.device, str, str, torch.device),
     Rule("$parameter", torch.nn.Parameter, list, list, _load_parameter),  # dump: see encoder
-    Rule("$ndarray", np.ndarray, list, _dump_array, _load_array),
+    Rule("$ndarray", np.ndarray, list, arrays.dump_array, arrays.load_array),
+    Rule("$array", array.array, list, arrays.dump_typed_array, arrays.load_typed_array),
+    Rule("$pattern", re.Pattern, list, _dump_pattern, _load_pattern),
+    Rule("$ellipsis", type(...), type(None), lambda _: None, lambda _: ...),
+    Rule("$mapping_proxy", types.MappingProxyType, dict, dict, types.MappingProxyType),
+    Rule("$random", random.Random, tuple, lambda x: x.getstate(),
+         generators.load_python_generator),
+    Rule("$numpy_generator", np.random.Generator, dict, generators.dump_numpy_generator,
+         generators.load_numpy_generator),
+    Rule("$numpy_random_state", np.random.RandomState, dict, generators.dump_random_state,
+         generators.load_random_state),
+    Rule("$generator", torch.Generator, torch.Tensor, generators.dump_torch_generator,
+         generators.load_torch_generator),
+    *(Rule(f"${one.__name__.lower()}", one, str, str, one) for one in _ADDRESSES),
 )  # fmt: skip
+_SPARSE: Final = Rule("$sparse", torch.Tensor, list, lambda _: NotImplemented, _load_sparse)
+_NUMPY_SCALAR: Final = Rule("$scalar", np.generic, list, arrays.dump_array, arrays.load_scalar)
+_NUMPY_DTYPE: Final = Rule("$numpy_dtype", np.dtype, str, arrays.dump_dtype, arrays.load_dtype)
+_ENUM: Final = Rule("$enum", enum.Enum, list, classes.dump_enum, classes.load_enum)
+_NAMED_TUPLE: Final = Rule(
+    "$named_tuple", tuple, list, classes.dump_named_tuple, classes.load_named_tuple
+)
+_KNOWN_DICT: Final = Rule(
+    "$known_dict", dict, list, classes.dump_known_dict, classes.load_known_dict
+)
+_TYPE: Final = Rule("$type", type, str, classes.dump_type, classes.load_type)
+_CONFIG: Final = Rule("$config", object, list, configs.dump_config, configs.load_config)
 BY_CLASS: Final[Mapping[type, Rule]] = types.MappingProxyType({r.cls: r for r in _TABLE})
 BY_TAG: Final[Mapping[str, Rule]] = types.MappingProxyType(
-    {r.tag: r for r in (*_TABLE, NUMPY_SCALAR)}
+    {
+        rule.tag: rule
+        for rule in (
+            *(*_TABLE, _SPARSE, _NUMPY_SCALAR, _NUMPY_DTYPE),
+            *(_ENUM, _NAMED_TUPLE, _KNOWN_DICT, _TYPE, _CONFIG),
+        )
+    }
 )
+
+
+def rule_of(value: object) -> Rule | None:
+    """Return the rule for a value that is no list, dict or tensor of torch; None if there is none.
+
+    A class that the table lists must be exactly the value's. The others are kinds of classes: the
+    value's own name is then written too.
+    """
+    cls = type(value)
+    if cls in BY_CLASS:
+        return BY_CLASS[cls]
+    if isinstance(value, enum.Enum):
+        return _ENUM
+    kinds = (
+        (_NUMPY_SCALAR, isinstance(value, np.generic)),
+        (_NUMPY_DTYPE, isinstance(value, np.dtype)),
+        (_TYPE, isinstance(value, type)),
+        (_NAMED_TUPLE, isinstance(value, tuple) and classes.is_named_tuple(cls)),
+        (_KNOWN_DICT, isinstance(value, dict) and classes.is_known_dict(cls)),
+        (_CONFIG, configs.is_config(value)),
+    )
+    return next((rule for rule, is_kind in kinds if is_kind), None)

@@ -133,12 +133,16 @@ def decode_document(
         raise CorruptedCheckpointError(f"{where}: not a document of ours ({error}).") from error
     # Each tensor is referred to in the document: a number alone takes no memory.
     most = len(data) // _REFERENCE_NBYTES
-    if version != DOCUMENT_VERSION or type(count) is not int or not 0 <= count <= most:
+    is_ours = type(version) is int and version == DOCUMENT_VERSION
+    if not is_ours or type(count) is not int or not 0 <= count <= most:
         raise CorruptedCheckpointError(
             f"{where}: not a document of ours (version {version!r}, tensors {count!r})."
         )
     tensors = fetch([part_key(key, number) for number in range(count)])
-    return decode(document, tensors, allow_pickle=allow_pickle, where=where)
+    value = decode(document, tensors, allow_pickle=allow_pickle, where=where)
+    if key == COMMON_KEY and not isinstance(value, dict):
+        raise CorruptedCheckpointError(f"{where}: a {type(value).__name__}, expected a dict.")
+    return value
 
 
 def encode_alone(value: object, key: str) -> tuple[bytes, Sequence[torch.Tensor]]:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from dist_ckpt._formats.torch_dist.metadata import check_memo
+from dist_ckpt._formats.torch_dist.pickle_bounds import check_pickle
 from dist_ckpt.errors import CorruptedCheckpointError, UnsafeContentError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import storage_errors
@@ -94,7 +94,7 @@ def read_metadata_file(path: Path) -> dcp.Metadata:
     """
     data = open_store(path.parent).read(path.name, max_nbytes=_MAX_NBYTES)
     try:
-        check_memo(data)
+        check_pickle(data)
         metadata = _Unpickler(io.BytesIO(data), str(path)).load()
     except UnsafeContentError:
         raise

@@ -25,7 +25,6 @@ __all__ = ["COMMON_PT", "foreign_common", "read_foreign_object", "sharded_object
 
 COMMON_PT = "common.pt"
 _MAX_NBYTES = 1 << 31
-_MAX_LIST_LENGTH = 1 << 20
 
 
 def sharded_object_keys(contents: CheckpointContents) -> list[str]:
@@ -48,12 +47,13 @@ def foreign_common(contents: CheckpointContents, *, allow_pickle: bool) -> State
         CorruptedCheckpointError: It is no dict, or paths contradict each other.
     """
     common = _common_dict(contents, allow_pickle=allow_pickle)
+    room = _Room(len(contents.paths) + len(contents.objects))
     for key, stored in contents.objects.items():
         if is_object_key(key):
             continue
         value = read_foreign_object(contents.directory, key, stored, allow_pickle=allow_pickle)
         try:
-            _place(common, contents.paths.get(key, (key,)), value)
+            room.place(common, contents.paths.get(key, (key,)), value)
         except (AttributeError, TypeError, ValueError, IndexError) as error:
             raise CorruptedCheckpointError(
                 f"{contents.directory}: the path of {key!r} does not fit those of other keys "
@@ -107,28 +107,35 @@ def _common_dict(contents: CheckpointContents, *, allow_pickle: bool) -> StateDi
     return common
 
 
-def _place(tree: StateDict, path: tuple[str | int, ...], value: object) -> None:
-    node: Any = tree
-    for part, following in zip(path, (*path[1:], None), strict=True):
-        if following is None:
-            _set(node, part, value)
-        else:
-            node = _child(node, part, [] if isinstance(following, int) else {})
+class _Room:
+    """Puts values at their paths; lists grow by as many places as there are keys, in all."""
 
+    def __init__(self, places: int) -> None:
+        self._places = places
 
-def _child(node: Any, part: str | int, fresh: Any) -> Any:
-    if isinstance(node, list):
-        _set(node, part, fresh) if len(node) <= int(part) or node[int(part)] is None else None
-        return node[int(part)]
-    return node.setdefault(part, fresh)
+    def place(self, tree: StateDict, path: tuple[str | int, ...], value: object) -> None:
+        node: Any = tree
+        for part, following in zip(path, (*path[1:], None), strict=True):
+            if following is None:
+                self._set(node, part, value)
+            else:
+                node = self._child(node, part, [] if isinstance(following, int) else {})
 
+    def _child(self, node: Any, part: str | int, fresh: Any) -> Any:
+        if isinstance(node, list):
+            if len(node) <= int(part) or node[int(part)] is None:
+                self._set(node, part, fresh)
+            return node[int(part)]
+        return node.setdefault(part, fresh)
 
-def _set(node: Any, part: str | int, value: object) -> None:
-    if isinstance(node, list):
+    def _set(self, node: Any, part: str | int, value: object) -> None:
+        if not isinstance(node, list):
+            node[part] = value
+            return
         index = int(part)
-        if not 0 <= index < _MAX_LIST_LENGTH:
+        grown = index + 1 - len(node)
+        if index < 0 or grown > self._places:
             raise CorruptedCheckpointError(f"list index {index} in the metadata")
-        node.extend([None] * (index + 1 - len(node)))
+        self._places -= max(grown, 0)
+        node.extend([None] * grown)
         node[index] = value
-    else:
-        node[part] = value

@@ -1,17 +1,23 @@
 """Pickles of others, taken apart without making anything real.
 
-Here: what stands for a pickled instance, and what a pickle may not do to the unpickler. Not here:
-which names a pickle may use (``mcore``, ``payload``). Called on every rank.
+Here: what stands for a pickled instance. Not here: what a pickle may cost (``pickle_bounds``),
+which names one may use (``mcore``, ``payload``, ``unpickle``). Called on every rank.
 """
 
 from __future__ import annotations
 
-import pickletools
+from collections import OrderedDict
 from typing import Any
 
 import torch
 
-__all__ = ["Node", "check_memo", "torch_constant"]
+__all__ = ["Node", "Refused", "ordered_dict", "size", "torch_constant"]
+
+_MAX_AXES = 64
+
+
+class Refused(Exception):  # noqa: N818 - becomes an error of our tree where it is caught
+    """A pickle holds more than plain values; the text says what."""
 
 
 class Node:
@@ -38,17 +44,17 @@ class Node:
 
 def torch_constant(name: str) -> object | None:
     """Return ``torch.<name>`` if it is a dtype, a layout or a memory format."""
-    value = getattr(torch, name, None) if name.isidentifier() else None
+    value = vars(torch).get(name)
     return value if isinstance(value, torch.dtype | torch.layout | torch.memory_format) else None
 
 
-def check_memo(data: bytes) -> None:
-    """Raise if the pickle puts at a memo index that its length cannot have reached.
+def size(values: object = ()) -> tuple[Any, ...]:
+    """Return what ``torch.Size(values)`` in a pickle means, as a tuple; copies nothing large."""
+    if not isinstance(values, list | tuple) or len(values) > _MAX_AXES:
+        raise ValueError(f"expected at most {_MAX_AXES} sizes")
+    return tuple(values)
 
-    The C unpickler keeps an array as long as the highest index: five bytes could take 64 GiB.
-    """
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name not in {"PUT", "BINPUT", "LONG_BINPUT"}:
-            continue
-        if not isinstance(argument, int) or not 0 <= argument <= len(data):
-            raise ValueError(f"memo index {argument} in a pickle of {len(data)} bytes")
+
+def ordered_dict() -> OrderedDict[Any, Any]:
+    """Return what ``OrderedDict()`` in a pickle means; its items come one by one."""
+    return OrderedDict()

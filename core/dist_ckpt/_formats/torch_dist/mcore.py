@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._formats.torch_dist.inert import Node
+from dist_ckpt._formats.torch_dist.inert import Node, ordered_dict, size
 from dist_ckpt._geometry import Box, boxes_of_flat_range
 from dist_ckpt._planning.index import StoredChunk
 
@@ -61,14 +61,16 @@ _SAME_AS = {"MCoreMetadata": "Metadata"}
 def metadata_classes() -> dict[tuple[str, str], object]:
     """Return a stand-in for every name that checkpoint metadata needs, made anew at each call.
 
-    A pickle can set attributes of whatever it names. So it gets to name nothing but inert classes
-    of its own and built-in types, which have no attributes to set; the library that wrote it need
+    A pickle can set attributes of whatever it names, and call it with anything. So it gets to name
+    nothing but inert classes of its own, which copy nothing large; the library that wrote it need
     not be installed.
     """
     table: dict[tuple[str, str], object] = {
         (module, name): type(_SAME_AS.get(name, name), (Node,), {}) for module, name in _NAMES
     }
-    return table | {("torch", "Size"): tuple, ("collections", "OrderedDict"): OrderedDict}
+    sizes = type("Size", (), {"__new__": lambda _, *values: size(*values)})
+    mapping = type("OrderedDict", (), {"__new__": lambda _: ordered_dict()})
+    return table | {("torch", "Size"): sizes, ("collections", "OrderedDict"): mapping}
 
 
 def is_object_key(key: str) -> bool:
@@ -87,7 +89,7 @@ def is_common_state(key: str) -> bool:
 
 def checked_shape(values: Any) -> tuple[int, ...]:
     """Return ``values`` as a shape or an offset that a tensor can have, else raise ValueError."""
-    shape = tuple(values)
+    shape = size(list(islice(values, 65)))
     if not all(type(n) is int and 0 <= n < _MAX_EXTENT for n in shape):
         raise ValueError(f"expected sizes, found {values!r}")
     if math.prod(n for n in shape if n) >= _MAX_EXTENT:

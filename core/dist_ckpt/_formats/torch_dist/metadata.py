@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from dist_ckpt._formats.torch_dist.inert import Node, check_memo, torch_constant
+from dist_ckpt._formats.torch_dist.inert import Node, size, torch_constant
 from dist_ckpt._formats.torch_dist.mcore import (
     checked_shape,
     is_object_key,
@@ -26,6 +26,7 @@ from dist_ckpt._formats.torch_dist.mcore import (
     original_shapes,
     unfold_flattened,
 )
+from dist_ckpt._formats.torch_dist.pickle_bounds import check_pickle
 from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import dtype_from_name, dtype_name
 from dist_ckpt._planning.index import CheckpointIndex, StoredBytes, StoredChunk, StoredTensor
@@ -41,10 +42,13 @@ if TYPE_CHECKING:
 __all__ = [
     "ForeignCheckpoint",
     "StoredBytes",
-    "check_memo",
     "decode_metadata",
     "encode_metadata",
 ]
+
+
+_MAX_PATH_LENGTH = 100
+"""State dicts nest no deeper; what is read of one is put together by recursion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +112,11 @@ def decode_metadata(data: bytes, *, where: str, sizes: Mapping[str, int]) -> For
         CorruptedCheckpointError: It is no metadata, or points outside of the checkpoint.
     """
     try:
-        check_memo(data)
+        check_pickle(data)
         metadata = _MetadataUnpickler(io.BytesIO(data), where).load()
         if not isinstance(metadata, Node) or metadata.kind != "Metadata":
             raise TypeError(f"expected Metadata, found {type(metadata).__name__}")
-        return _foreign(metadata, sizes)
+        return _foreign(metadata, sizes, budget=len(data))
     except UnsafeContentError:
         raise
     except Exception as error:  # a torn pickle makes pickle raise almost anything
@@ -141,10 +145,11 @@ class _Places:
         return name, position, nbytes
 
 
-def _foreign(metadata: Node, sizes: Mapping[str, int]) -> ForeignCheckpoint:
+def _foreign(metadata: Node, sizes: Mapping[str, int], *, budget: int) -> ForeignCheckpoint:
+    """Return what the metadata says; ``budget`` bounds how many chunks and parts of paths."""
     places = _Places(
         {
-            (index.get("fqn"), tuple(index.get("offset") or ())): info
+            (index.get("fqn"), size(index.get("offset") or ())): info
             for index, info in metadata.get("storage_data").items()
         },
         sizes,
@@ -159,12 +164,31 @@ def _foreign(metadata: Node, sizes: Mapping[str, int]) -> ForeignCheckpoint:
             in_list = CONFIG_FNAME in sizes and is_object_key(key)
             objects[key] = StoredBytes(*places.find(key, ()), in_list=in_list)
         elif entry.kind == "TensorStorageMetadata":
+            budget -= len(entry.get("chunks"))
+            if budget < 0:  # one list of chunks may stand for many keys, at no cost in the pickle
+                raise ValueError("more chunks than the metadata has bytes")
             tensors[key] = _tensor(key, entry, places, shapes.get(key))
         else:
             raise TypeError(f"{key!r} is a {entry.kind}")
+    _check_total(tensors, objects, sizes)
     paths = metadata.get("planner_data")
     paths = paths if isinstance(paths, dict) else {}
     return ForeignCheckpoint(CheckpointIndex(tensors), objects, _checked_paths(paths))
+
+
+def _check_total(
+    tensors: Mapping[str, StoredTensor],
+    objects: Mapping[str, StoredBytes],
+    sizes: Mapping[str, int],
+) -> None:
+    """Raise if more is told of than the files hold: many records could lie over the same bytes."""
+    told = sum(one.nbytes for one in objects.values()) + sum(
+        chunk.box.numel * dtype_from_name(tensor.dtype).itemsize
+        for tensor in tensors.values()
+        for chunk in tensor.chunks
+    )
+    if told > sum(sizes.values()):
+        raise ValueError(f"{told} bytes are told of in files of {sum(sizes.values())}")
 
 
 def _tensor(
@@ -176,12 +200,16 @@ def _tensor(
     dtype = dtype_name(properties[0] if isinstance(properties, tuple) else properties["dtype"])
     itemsize = dtype_from_name(dtype).itemsize  # raises if it is none
     chunks: list[StoredChunk] = []
+    seen: set[Box] = set()
     for part in entry.get("chunks"):
         box = Box(checked_shape(part.get("offsets")), checked_shape(part.get("sizes")))
         if not box.within(shape):
             raise ValueError(f"{key!r}: chunk {box} is outside of shape {shape}")
         if not box.numel:
             continue
+        if box in seen:
+            raise ValueError(f"{key!r}: chunk {box} stands there twice")
+        seen.add(box)
         chunk = StoredChunk(box, *places.find(key, box.offset), encoding="torch_zip")
         if box.numel * itemsize > chunk.nbytes:
             raise ValueError(f"{key!r}: {chunk.nbytes} bytes cannot hold chunk {box} of {dtype}")
@@ -195,7 +223,9 @@ def _checked_paths(paths: Mapping[Any, Any]) -> dict[str, tuple[str | int, ...]]
     return {
         key: tuple(path)
         for key, path in paths.items()
-        if isinstance(path, tuple) and path and all(isinstance(part, str | int) for part in path)
+        if isinstance(path, tuple)
+        and 0 < len(path) <= _MAX_PATH_LENGTH
+        and all(type(part) in (str, int) for part in path)
     }
 
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt._formats.torch_dist.inert import Node, check_memo, torch_constant
+from dist_ckpt._formats.torch_dist.inert import Node, ordered_dict, torch_constant
+from dist_ckpt._formats.torch_dist.pickle_bounds import check_pickle
+from dist_ckpt._formats.torch_dist.plain_types import STORAGE_DTYPES
 from dist_ckpt.errors import CheckpointingException
 from dist_ckpt.storage import Extent
 
@@ -38,20 +40,6 @@ _NAMES = {
     ("torch._utils", "_rebuild_tensor_v3"),
     ("torch._utils", "_rebuild_parameter"),
     ("torch.storage", "UntypedStorage"),
-}
-_STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
 }
 
 
@@ -153,7 +141,7 @@ def _content(window: _Window, member: zipfile.ZipInfo) -> bytes:
 
 def _unpickle(data: bytes) -> _Tensor:
     """Return what the pickle of a tensor says, without making anything of it."""
-    check_memo(data)
+    check_pickle(data)
     node = _TensorUnpickler(io.BytesIO(data)).load()
     if isinstance(node, Node) and node.kind == "_rebuild_parameter":
         node = node.args[0]
@@ -173,10 +161,10 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("collections", "OrderedDict"):
-            return dict
+            return type(name, (), {"__new__": lambda _: ordered_dict()})
         if (module, name) in _NAMES:
             return type(name, (Node,), {})
-        found = _STORAGE_DTYPES.get(name) or torch_constant(name) if module == "torch" else None
+        found = STORAGE_DTYPES.get(name) or torch_constant(name) if module == "torch" else None
         if found is None:
             raise _Unusual(f"{module}.{name}")
         return found

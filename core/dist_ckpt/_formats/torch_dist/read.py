@@ -6,7 +6,6 @@ Here: how each planned read is carried out. Not here: which reads (``_planning.l
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from dist_ckpt._engine.memory import PIECE_NBYTES, Scratch, bits, host_bytes, is
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.torch_dist.payload import Record, find_payload
+from dist_ckpt._formats.torch_dist.unpickle import tensor_of_record
 from dist_ckpt._geometry import Box, split_box
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import StoredChunk
@@ -194,20 +194,15 @@ def _fill_from_whole_record(source: _Source, read: Read, view: torch.Tensor) -> 
     chunk = read.chunk
     data = bytearray(chunk.nbytes)
     source.store.read_ranges(source.name, [Extent(chunk.position, memoryview(data))])
-    try:
-        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # a torn record makes torch raise almost anything
-        raise CorruptedCheckpointError(
-            f"{source.name}: no tensor record at byte {chunk.position} ({error})."
-        ) from error
     expected = (_record_shape(chunk), dtype_from_name(read.dtype))
-    plain = (
-        isinstance(tensor, torch.Tensor)
-        and not tensor.is_nested  # has no shape to ask for
-        and tensor.layout == torch.strided
-        and not tensor.is_meta
-    )
-    if not plain or (tuple(tensor.shape), tensor.dtype) != expected:
+    try:
+        tensor = tensor_of_record(data)
+    except ValueError as error:
+        raise CorruptedCheckpointError(
+            f"{source.name}: no tensor record at byte {chunk.position}: what is there is not a "
+            f"{read.dtype} tensor of shape {expected[0]} ({error})."
+        ) from error
+    if (tuple(tensor.shape), tensor.dtype) != expected:
         raise CorruptedCheckpointError(
             f"{source.name}: the record at byte {chunk.position} is not a {read.dtype} tensor "
             f"of shape {expected[0]}."

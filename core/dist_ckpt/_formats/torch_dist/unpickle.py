@@ -1,46 +1,53 @@
 """Pickled values of other writers: what is loaded from them, and what is refused.
 
-Here: ``torch.load`` with ``weights_only=True``, widened by a few types that are plain values, or
-unguarded when the caller allows it. Not here: which records there are (``foreign``). Called on
-every rank, from the thread that loads.
+Here: ``torch.save`` records, with an unpickler that knows plain values only, or as ``torch.load``
+does if the caller allows it. Not here: which records there are (``foreign``), what the names in
+them mean (``plain_types``), what a pickle may cost (``pickle_bounds``). Called on every rank, from
+the thread that loads; nothing of the process is changed, and nothing is shared between loads.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import io
 import logging
-import math
-import pathlib
 import pickle
-import re
-import threading
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from dist_ckpt._formats.torch_dist.mcore import checked_shape
+from dist_ckpt._formats.torch_dist.archive import Archive
+from dist_ckpt._formats.torch_dist.inert import Node, Refused
+from dist_ckpt._formats.torch_dist.pickle_bounds import check_pickle
+from dist_ckpt._formats.torch_dist.plain_arrays import Made
+from dist_ckpt._formats.torch_dist.plain_types import PlainTypes
 from dist_ckpt.errors import ConfigError, CorruptedCheckpointError, UnsafeContentError
 from dist_ckpt.types import ForeignValue
 from dist_ckpt.validation import shortened
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-
-__all__ = ["unpickled"]
+__all__ = ["tensor_of_record", "unpickled"]
 
 logger = logging.getLogger(__name__)
 
-_WIDENING = threading.Lock()
-"""``torch.serialization.safe_globals`` changes what the whole process admits."""
-
-_PLAIN_KINDS = re.compile(r"([biufc]\d{1,2}|[SU]\d{1,9})", re.ASCII)
-_NUMPY = "numpy."
 _MEGATRON = "megatron."
+_RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+"""Names of python 2, which the protocol of ``torch.save`` still writes."""
+
+
+def tensor_of_record(data: bytes | bytearray) -> torch.Tensor:
+    """Return the tensor that a record holds and nothing else.
+
+    Raises:
+        ValueError: It holds something else, or is no record.
+    """
+    try:
+        value = _restricted(data)
+    except Exception as error:  # a torn record makes pickle raise almost anything
+        raise ValueError(str(error)) from error
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"a {type(value).__name__}")  # noqa: TRY004 - damage, no wrong argument
+    return value.detach().resolve_conj().resolve_neg()
 
 
 def unpickled(data: bytes, *, what: str, where: str, allow_pickle: bool) -> Any:
@@ -65,14 +72,12 @@ def unpickled(data: bytes, *, what: str, where: str, allow_pickle: bool) -> Any:
         if allow_pickle:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         return _restricted(data)
-    except pickle.UnpicklingError as error:
-        if not allow_pickle:
-            raise UnsafeContentError(
-                f"{what!r} in {where} is pickled and holds more than tensors and plain values: "
-                f"{_offenders(data, error)}.",
-                hint="allow_pickle=True loads it, which runs code from the checkpoint.",
-            ) from error
-        raise CorruptedCheckpointError(f"{what!r} in {where}: {error}") from error
+    except Refused as error:
+        raise UnsafeContentError(
+            f"{what!r} in {where} is pickled and holds more than tensors and plain values: "
+            f"{error}.",
+            hint="allow_pickle=True loads it, which runs code from the checkpoint.",
+        ) from error
     except (ImportError, AttributeError) as error:
         if not allow_pickle:
             raise CorruptedCheckpointError(f"{what!r} in {where}: {error}.") from error
@@ -87,145 +92,97 @@ def unpickled(data: bytes, *, what: str, where: str, allow_pickle: bool) -> Any:
         raise CorruptedCheckpointError(f"{what!r} in {where}: not a record ({error}).") from error
 
 
-def _restricted(data: bytes) -> Any:
+def _restricted(data: bytes | bytearray) -> Any:
+    """Return the value of a record.
+
+    Raises:
+        Refused: It names more than plain types; its text is these names.
+        Exception: It is no record.
+    """
+    archive = Archive(data)
+    pickled = archive.pickle
+    check_pickle(pickled)
+    first = _Unpickler(pickled, PlainTypes(archive, len(data)), {})
     try:
-        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        # Only now the wider way, which for its duration is open to the whole process. So the plain
-        # way may meet stand-ins, too, while another thread is at the wider one.
-        with _WIDENING, torch.serialization.safe_globals(_plain_types()):
-            value = _widened(data)
+        value = first.load()
+    except Exception:
+        if not first.unknown:  # what stands for the unknown fits nowhere
+            raise
+    if first.unknown:
+        meanings = _meanings(first.unknown)
+        value = _Unpickler(pickled, PlainTypes(archive, len(data)), meanings).load()
     return _finished(value, {})
 
 
-def _widened(data: bytes) -> Any:
-    """Load with the plain types; names of Megatron-Core, which need not be here, are values.
+def _meanings(names: set[str]) -> dict[str, Any]:
+    """Return what names mean that are no plain types: the program has admitted them, or a value.
 
-    Its ``args`` hold members of its enums: a name and a number, nothing that has to run.
+    Megatron-Core's ``args`` hold members of its enums: a name and a number, nothing that has to
+    run. They stand for themselves if nothing else is in the way.
     """
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-        if not names or not all(name.startswith(_MEGATRON) for name in names):
-            raise
-        logger.warning("not imported, but named: %s", shortened(sorted(names)))
-        stand_ins = [(functools.partial(ForeignValue, name), name) for name in names]
-        with torch.serialization.safe_globals(stand_ins):  # type: ignore[arg-type]  # pairs, too
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    admitted = _admitted_by_program()
+    rest = names - admitted.keys()
+    if not all(name.startswith(_MEGATRON) for name in rest):
+        raise Refused(shortened(sorted(rest)))
+    if rest:
+        logger.warning("not imported, but named: %s", shortened(sorted(rest)))
+    return admitted | {name: _foreign_class(name) for name in rest}
 
 
-def _offenders(data: bytes, error: Exception) -> str:
-    """Return the names of the types that were refused."""
-    try:
-        with _WIDENING, torch.serialization.safe_globals(_plain_types()):
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    except Exception:  # noqa: BLE001 - a record in another form; the message says something too
-        names = []
-    if names:
-        return shortened(sorted(names))
-    reason = str(error).rsplit("WeightsUnpickler error:", maxsplit=1)[-1]
-    return reason.strip().split("\n", maxsplit=1)[0]
+def _admitted_by_program() -> dict[str, Any]:
+    """Return what the program has admitted for ``torch.load``, by the names in pickles."""
+    admitted: dict[str, Any] = {}
+    for one in torch.serialization.get_safe_globals():
+        if isinstance(one, tuple):
+            admitted[one[1]] = one[0]
+        else:
+            admitted[f"{one.__module__}.{one.__qualname__}"] = one
+    return admitted
 
 
-def _plain_types() -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Return what is admitted beyond torch's own list, under the names in pickles.
+def _foreign_class(name: str) -> type:
+    make = lambda _, *arguments: ForeignValue(name, *arguments)  # noqa: E731 - a method
+    return type(name, (), {"__new__": make})
 
-    numpy's own functions would believe a dtype that calls any bytes objects; so arrays go through
-    stand-ins that check everything. Names that the program has admitted itself stay its own.
+
+class _Unpickler(pickle.Unpickler):
+    """Resolves names to plain types, to what the caller says, or to what stands for anything.
+
+    Args:
+        data: The pickle.
+        plain: The plain types, and the storages.
+        meanings: What other names mean.
     """
-    table: list[tuple[Any, str]] = [
-        (argparse.Namespace, "argparse.Namespace"),
-        (types.SimpleNamespace, "types.SimpleNamespace"),
-        (io.BytesIO, "_io.BytesIO"),
-        (_no_bytes, "builtins.bytes"),
-        (_path, "pathlib.PosixPath"),
-        (_path, "pathlib._local.PosixPath"),
-        (_Array, "numpy.ndarray"),
-        (_Dtype, "numpy.dtype"),
-    ]
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        table += [(_Array.begun, f"{module}._reconstruct"), (_scalar, f"{module}.scalar")]
-    theirs = {
-        one[1] if isinstance(one, tuple) else f"{one.__module__}.{one.__qualname__}"
-        for one in torch.serialization.get_safe_globals()
-    }
-    has_numpy = any(name.startswith(_NUMPY) for name in theirs)
-    return [
-        (one, name)
-        for one, name in table
-        if name not in theirs and not (has_numpy and name.startswith(_NUMPY))
-    ]
 
+    def __init__(self, data: bytes, plain: PlainTypes, meanings: dict[str, Any]) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._plain = plain
+        self._meanings = meanings
+        self.unknown: set[str] = set()
 
-def _no_bytes() -> bytes:
-    """Return what ``bytes()`` in a pickle means; with an argument it could ask for any memory."""
-    return b""
+    def find_class(self, module: str, name: str) -> Any:
+        module = _RENAMED.get(module, module)
+        full = f"{module}.{name}"
+        if full in self._meanings:
+            return self._meanings[full]
+        found = self._plain.find(module, name)
+        if found is None:
+            self.unknown.add(full)
+            return type("Unknown", (Node,), {})
+        return found
 
-
-def _path(*parts: str) -> pathlib.Path:
-    return pathlib.Path(*parts)
-
-
-class _Dtype:
-    """Stands for a ``numpy.dtype`` of numbers or text."""
-
-    def __init__(self, name: str, _align: object = None, _copy: object = None) -> None:
-        if not _PLAIN_KINDS.fullmatch(name):
-            raise pickle.UnpicklingError(f"numpy dtype {name!r}")
-        self._name, self._order = name, "="
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        _, order, subarray, names, fields, *_ = state
-        if order not in ("<", ">", "=", "|") or (subarray, names, fields) != (None, None, None):
-            raise pickle.UnpicklingError("numpy dtype of several parts")
-        self._order = order
-
-    def resolved(self) -> np.dtype[Any]:
-        import numpy as np  # noqa: PLC0415 - only where a record holds its arrays
-
-        return np.dtype(self._order + self._name)
-
-
-class _Array:
-    """Stands for a ``numpy.ndarray`` of numbers or text."""
-
-    value: np.ndarray[Any, Any] | None = None
-
-    @staticmethod
-    def begun(_kind: object, _shape: object, _typecode: object) -> _Array:
-        return _Array()
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        import numpy as np  # noqa: PLC0415 - only where a record holds its arrays
-
-        _, shape, dtype, is_fortran, data = state
-        if not isinstance(dtype, _Dtype) or not isinstance(data, bytes):
-            raise pickle.UnpicklingError("numpy array of objects")
-        resolved, shape = dtype.resolved(), checked_shape(shape)
-        if len(data) != math.prod(shape) * resolved.itemsize:
-            raise ValueError(f"{len(data)} bytes for an array of shape {shape}, {resolved}")
-        flat = np.frombuffer(data, resolved) if data else np.empty(0, resolved)
-        self.value = flat.reshape(shape, order="F" if is_fortran else "C").copy()
-
-
-def _scalar(dtype: _Dtype, data: bytes) -> Any:
-    import numpy as np  # noqa: PLC0415 - only where a record holds its numbers
-
-    (value,) = np.frombuffer(data, dtype.resolved())
-    return value
+    def persistent_load(self, pid: Any) -> Any:
+        return self._plain.storage(pid)
 
 
 def _finished(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
-    """Put arrays and dtypes in the place of what stands for them, in containers too.
+    """Put values in the place of what stands for them, in containers too.
 
     ``done`` holds containers by their id, with themselves so that no other gets it: each is done
     once, however often it is referred to.
     """
-    if isinstance(value, _Array):
+    if isinstance(value, Made):
         return value.value
-    if isinstance(value, _Dtype):
-        return value.resolved()
     if id(value) in done:
         return done[id(value)][1]
     if type(value) is tuple:
@@ -236,9 +193,10 @@ def _finished(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(value, list):
         value[:] = [_finished(one, done) for one in value]
     elif isinstance(value, dict):
-        items = [(_finished(k, done), _finished(v, done)) for k, v in value.items()]
-        value.clear()
-        value.update(items)
+        # Not its own methods: a pickle may have given it others.
+        items = [(_finished(k, done), _finished(v, done)) for k, v in dict.items(value)]
+        type(value).clear(value)
+        type(value).update(value, items)
     elif isinstance(value, set):
         items = [_finished(one, done) for one in value]
         value.clear()

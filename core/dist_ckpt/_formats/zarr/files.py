@@ -10,12 +10,14 @@ ends the process if there is none: metadata from a checkpoint must not choose ho
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._formats.zarr.grid import cells_of
 from dist_ckpt._formats.zarr.names import chunk_name
 from dist_ckpt.errors import CorruptedCheckpointError
+from dist_ckpt.storage import Extent
 
 if TYPE_CHECKING:
     from dist_ckpt._geometry import Box
@@ -25,6 +27,8 @@ __all__ = ["ChunkFiles", "chunk_files", "is_as_torch", "is_as_written"]
 
 _MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 _INDEX_ENTRY_NBYTES = 16
+_BLOSC_HEADER = struct.Struct("<4BIII")
+"""Versions, flags and item size; then the lengths: unfolded, of a block, compressed (c-blosc 1)."""
 _MAX_HELD_NBYTES = 1 << 31
 """Largest chunk that is read if only TensorStore can: it holds all of it, and a file of holes is as
 long as it likes. More does not fit the common compressors either."""
@@ -32,13 +36,17 @@ long as it likes. More does not fit the common compressors either."""
 
 @dataclass(frozen=True, slots=True)
 class ChunkFiles:
-    """Files of ``cell`` elements each, none shorter than ``least_nbytes``."""
+    """Files of ``cell`` elements each, none shorter than ``least_nbytes``.
+
+    ``blosc_nbytes`` is what a chunk that Blosc compressed says of its length, else None.
+    """
 
     path: str
     zarr_format: int
     separator: str
     cell: tuple[int, ...]
     least_nbytes: int
+    blosc_nbytes: int | None = None
 
     def name(self, numbers: tuple[int, ...]) -> str:
         """Return the file of a cell, relative to the checkpoint."""
@@ -60,6 +68,25 @@ class ChunkFiles:
                 raise CorruptedCheckpointError(
                     f"{key!r}: {name} {what}.", hint="use another checkpoint."
                 )
+            if self.blosc_nbytes is not None:
+                self._check_blosc(store, name, found, key=key)
+
+    def _check_blosc(self, store: Store, name: str, found: int, *, key: str) -> None:
+        """Raise if a chunk says that it unfolds to another length than it should have.
+
+        That many bytes are taken before they are compared; other compressors stop where the chunk
+        is full.
+        """
+        header = bytearray(_BLOSC_HEADER.size)
+        if found >= len(header):
+            store.read_ranges(name, [Extent(0, memoryview(header))])
+        *_, unfolded, _, compressed = _BLOSC_HEADER.unpack(header)
+        if (unfolded, compressed) != (self.blosc_nbytes, found):
+            raise CorruptedCheckpointError(
+                f"{key!r}: {name} says that {compressed} bytes unfold to {unfolded}; expected "
+                f"{found} and {self.blosc_nbytes}.",
+                hint="use another checkpoint.",
+            )
 
 
 _LITTLE = {"endian": "little"}
@@ -98,7 +125,10 @@ def _v2(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
     is_plain = document.get("compressor") is None and not document.get("filters")
     if not is_as_written(document) and nbytes > _MAX_HELD_NBYTES:
         raise ValueError(f"compressed or reordered chunks of {nbytes} bytes")
-    return ChunkFiles(path, 2, separator, cell, nbytes if is_plain else 0)
+    compressor = document.get("compressor") or {}
+    is_blosc = not is_plain and compressor.get("id") == "blosc"
+    least = nbytes if is_plain else 0
+    return ChunkFiles(path, 2, separator, cell, least, nbytes if is_blosc else None)
 
 
 def _v3(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
