@@ -4,16 +4,17 @@ Here: who a group's ranks are, what they agree to move, and three ways to move i
 buffers. Not here: who gives what (``exchange_utils``), exchanges of small values (``_comm``).
 
 Ranks agree on all that will be moved through the store of the group before any tensor moves, so a
-rank that cannot take part fails all of them instead of leaving them to wait. Called from the thread
-that saves or loads.
+rank that cannot take part fails all of them instead of leaving them to wait. What fails on one
+while tensors move is told to all behind it. Called from the thread that saves or loads.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -23,7 +24,7 @@ from dist_ckpt._comm import group_communicator
 from dist_ckpt._engine.memory import bits
 from dist_ckpt._geometry import Box, split_box
 from dist_ckpt._planning.describe import dtype_from_name, dtype_name
-from dist_ckpt.errors import CoordinationError, MismatchError
+from dist_ckpt.errors import CheckpointingException, CoordinationError, MismatchError
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ EXCHANGE_ALGOS = ("broadcast", "gather_rounds", "gather_object")
 
 MAX_IN_FLIGHT_NBYTES = 256 << 20
 """Most bytes of transfer buffers on one rank at a time, whatever the tensors' size."""
+
+_VERDICT_SECS, _WHO_IS_GONE_SECS = 300.0, 5.0
+"""How long ranks wait for each other behind the moving, as it ends at about the same time on all;
+and one that broke off, to find out who is not there any more."""
 
 _ALIGNMENT = 16
 """Every piece in a buffer begins at a multiple of the largest element, to be viewed in place."""
@@ -132,10 +137,11 @@ class _Link:
     device: torch.device
     sources: Mapping[ShardId, torch.Tensor]
     targets: dict[ShardId, torch.Tensor]
+    failures: list[Exception] = field(default_factory=list)
 
     def pack(self, batch: _Batch, buffer: torch.Tensor) -> None:
         """Copy the pieces of ``batch`` from the sources into ``buffer``, bit for bit."""
-        with torch.no_grad():
+        with self._keeping_failures(), torch.no_grad():
             for piece in batch.pieces:
                 region = _region(self.sources[piece.item.shard].detach(), piece.box)
                 plain = bits(region.resolve_conj().resolve_neg())
@@ -143,12 +149,19 @@ class _Link:
 
     def unpack(self, batch: _Batch, buffer: torch.Tensor) -> None:
         """Copy the pieces that this rank wants from ``buffer`` into the targets, bit for bit."""
-        with torch.no_grad():
+        with self._keeping_failures(), torch.no_grad():
             for piece in batch.pieces:
                 if self.rank in piece.item.receivers:
                     region = _region(self.targets[piece.item.shard].detach(), piece.box)
                     dtype = dtype_from_name(piece.item.kind.dtype)
                     copy_bits(_window(buffer, piece, dtype), region)
+
+    @contextlib.contextmanager
+    def _keeping_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - told when nobody waits for this rank any more
+            self.failures.append(error)
 
 
 def copy_bits(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -209,6 +222,8 @@ def exchange_tensors(
         raise NotImplementedError(plan.unknown_algo)
     if plan.items:
         link = _Link(group, comm.rank, comm.size, torch.device(plan.device), have, targets)
+        phase = f"making room for what moves in {told_group(group)}"
+        comm.map_reduce(phase, lambda: _make_room(plan, link), lambda _: None)
         _move(plan, link, exchange_algo)
     return {**have, **{shard: targets[shard] for shard in need if shard in targets}}
 
@@ -241,11 +256,8 @@ def exchange_objects(
         return any(shard not in have for shard in need)
 
     def unpack() -> dict[ShardId, Any]:
-        return {
-            shard: torch.load(io.BytesIO(found[shard].numpy().tobytes()), weights_only=False)
-            for shard in need
-            if shard not in have
-        }
+        files = {s: io.BytesIO(found[s].numpy().tobytes()) for s in need if s not in have}
+        return {s: torch.load(file, weights_only=False) for s, file in files.items()}
 
     if not comm.map_reduce(f"packing objects in {told_group(group)}", pack, any):
         return dict(have)
@@ -378,19 +390,38 @@ def _batches(items: Iterable[_Item], budget: int) -> list[_Batch]:
     return [*batches, _Batch(pieces, position)] if pieces else batches
 
 
-def _move(plan: _Plan, link: _Link, algo: str) -> None:
-    """Carry out a plan; targets of which only the source knew the kind are made here."""
+def _make_room(plan: _Plan, link: _Link) -> None:
+    """Make the targets of which only the source knew the kind."""
     for item in plan.items:
         if link.rank in item.receivers and item.shard not in link.targets:
             dtype = dtype_from_name(item.kind.dtype)
             link.targets[item.shard] = torch.empty(item.kind.shape, dtype=dtype)
+
+
+def _move(plan: _Plan, link: _Link, algo: str) -> None:
+    """Carry out a plan; what has failed on any rank is raised on all."""
+    where, broken = told_group(link.group), None
     try:
         _ALGORITHMS[algo](plan, link)
-    except RuntimeError as error:
+    except Exception as error:  # noqa: BLE001 - of the backend, or no memory for a buffer
+        broken = error
+        link.failures.append(error)
+
+    def verdict() -> None:
+        if link.failures:
+            raise link.failures[0]
+
+    patience = _VERDICT_SECS if broken is None else _WHO_IS_GONE_SECS
+    comm = group_communicator(link.group, timeout_secs=patience)
+    try:
+        comm.map_reduce(f"moving shards in {where}", verdict, lambda _: None)
+    except CheckpointingException as told:
+        if broken is None:
+            raise
         raise CoordinationError(
-            f"an exchange in {told_group(link.group)} broke off (rank {link.rank} of it): {error}",
+            f"an exchange in {where} broke off (rank {link.rank} of it): {broken}. {told}",
             hint="another rank has died, or had no memory left.",
-        ) from error
+        ) from broken
 
 
 def _by_broadcast(plan: _Plan, link: _Link) -> None:

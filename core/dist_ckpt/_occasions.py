@@ -19,10 +19,12 @@ __all__ = ["close_at_exit", "step_guard"]
 logger = logging.getLogger(__name__)
 
 
-class _Saver(Protocol):
-    def finish_staging(self) -> None: ...
-
+class _Closable(Protocol):
     def close(self) -> None: ...
+
+
+class _Saver(_Closable, Protocol):
+    def finish_staging(self) -> None: ...
 
 
 def step_guard(saver: _Saver) -> Any:
@@ -54,8 +56,12 @@ def step_guard(saver: _Saver) -> Any:
     return register_optimizer_step_pre_hook(before_step)
 
 
-def close_at_exit(saver: _Saver) -> Callable[[], None]:
-    """Drain the saver at the end of the program; return what takes that back."""
+def close_at_exit(saver: _Closable) -> Callable[[], None]:
+    """Close a saver, or what else must not outlive the program, at its end.
+
+    Returns:
+        What takes that back.
+    """
     reference, pid = weakref.ref(saver), os.getpid()
 
     def close() -> None:

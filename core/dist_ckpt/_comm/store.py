@@ -9,6 +9,7 @@ Values are pickled by this process's peers of the same job, never read from a ch
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from dist_ckpt._comm.failures import describe_failure, merged_error
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
 
@@ -72,11 +73,13 @@ class StoreCommunicator:
 
     def tell(self, key: str, value: object) -> None:
         """Leave something for ranks that ``hear`` it, now or later. Not collective."""
-        self._store.set(f"{self._name}/{key}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
+        with self._reaching():
+            self._store.set(f"{self._name}/{key}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
 
     def untell(self, key: str) -> None:
         """Take away what was left, if it is there. Not collective."""
-        self._store.delete_key(f"{self._name}/{key}")
+        with self._reaching():
+            self._store.delete_key(f"{self._name}/{key}")
 
     def hear(self, key: str) -> Any:
         """Return what some rank has left, or will within the timeout. Not collective.
@@ -89,6 +92,22 @@ class StoreCommunicator:
                 f"nobody told rank {self._rank} of {key!r} within {self._timeout_secs:g} s."
             )
         return self._get(key)
+
+    def was_told(self, key: str) -> bool:
+        """Whether some rank has left something there. Not collective, does not wait.
+
+        Raises:
+            CoordinationError: The store is gone.
+        """
+        return self._wait(key, 0.0)
+
+    def number_of(self, what: str) -> int:
+        """Return how often this rank has called this for ``what``: alike on ranks that act alike.
+
+        Not collective. For what comes and goes with a name of its own on all ranks.
+        """
+        with self._reaching():
+            return int(self._store.add(f"{self._name}/number/{what}/{self._rank}", 1))
 
     def broadcast(self, phase: str, produce: Callable[[], R]) -> R:
         """Run ``produce`` on rank 0; collective."""
@@ -152,15 +171,18 @@ class StoreCommunicator:
         return verdict.result
 
     def _report_interrupt(self, phase: str, number: int, failure: RankFailure) -> None:
-        if self._rank == 0:
-            self._publish(number, self._packed(_Failed({0: failure}), scatter=False))
-        else:
-            self._set(f"{number}/in/{self._rank}", (phase, None, failure))
+        # The interrupt itself is raised, also if nobody can be told of it.
+        with contextlib.suppress(CoordinationError):
+            if self._rank == 0:
+                self._publish(number, self._packed(_Failed({0: failure}), scatter=False))
+            else:
+                self._set(f"{number}/in/{self._rank}", (phase, None, failure))
 
     def _next_exchange(self) -> int:
         # The counter lives in the store, one for each rank: communicators may come and go, and
         # ranks that skipped an exchange meet in different numbers, time out, and are named.
-        return int(self._store.add(f"{self._name}/calls/{self._rank}", 1))
+        with self._reaching():
+            return int(self._store.add(f"{self._name}/calls/{self._rank}", 1))
 
     def _collect(
         self, phase: str, number: int, value: object, failure: RankFailure | None
@@ -209,17 +231,15 @@ class StoreCommunicator:
         return verdict, error
 
     def _publish(self, number: int, packed: Sequence[bytes]) -> None:
-        for rank, data in enumerate(packed, start=1):
-            self._store.set(f"{self._name}/{number}/out/{rank}", data)  # type: ignore[arg-type]  # bytes are taken
+        with self._reaching():
+            for rank, data in enumerate(packed, start=1):
+                self._store.set(f"{self._name}/{number}/out/{rank}", data)  # type: ignore[arg-type]  # bytes are taken
 
     def _await_verdict(self, phase: str, number: int) -> _Verdict:
         key = f"{number}/out/{self._rank}"
         if not self._wait(key, self._timeout_secs + _GRACE_SECS):
-            missing = [
-                rank
-                for rank in range(1, self._size)
-                if not self._store.check([f"{self._name}/{number}/in/{rank}"])
-            ]
+            ranks = range(1, self._size)
+            missing = [rank for rank in ranks if not self._wait(f"{number}/in/{rank}", 0.0)]
             return _Missing(self._who_is_missing(phase, [0, *missing]))
         verdict: _Verdict = self._get(key)
         return verdict
@@ -232,11 +252,9 @@ class StoreCommunicator:
         )
 
     def _wait(self, key: str, timeout_secs: float) -> bool:
-        from torch.distributed import DistError  # noqa: PLC0415 - keeps this module light
-
         name = f"{self._name}/{key}"
         started = time.monotonic()
-        try:
+        with self._reaching():
             # Asked for again and again: a store that blocks would not let Python see Ctrl-C or
             # SIGTERM, and complains of each time-out on its own.
             while not self._store.check([name]):
@@ -244,12 +262,20 @@ class StoreCommunicator:
                 if waited >= timeout_secs:
                     return False
                 time.sleep(min(max(0.05 * waited, _SHORTEST_NAP_SECS), _LONGEST_NAP_SECS))
+        return True
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raise our error if the store cannot be reached."""
+        from torch.distributed import DistError  # noqa: PLC0415 - keeps this module light
+
+        try:
+            yield
         except DistError as error:
             raise CoordinationError(
                 f"the store through which ranks meet is gone (seen by rank {self._rank}): "
                 f"{error}. hint: the process that hosts it, usually rank 0, has died."
             ) from error
-        return True
 
     def _set(self, key: str, value: object) -> None:
         try:
@@ -257,11 +283,14 @@ class StoreCommunicator:
         except Exception as error:  # noqa: BLE001 - whatever pickling raises is told to rank 0
             phase = value[0] if isinstance(value, tuple) else key
             data = pickle.dumps((phase, None, describe_failure(error)))
-        self._store.set(f"{self._name}/{key}", data)  # type: ignore[arg-type]  # bytes are taken
+        with self._reaching():
+            self._store.set(f"{self._name}/{key}", data)  # type: ignore[arg-type]  # bytes are taken
 
     def _get(self, key: str) -> Any:
+        with self._reaching():
+            data = self._store.get(f"{self._name}/{key}")
         # Peers of this job only: the store is theirs, and never holds bytes of a checkpoint.
-        return pickle.loads(self._store.get(f"{self._name}/{key}"))  # noqa: S301
+        return pickle.loads(data)  # noqa: S301
 
     def _forget(self, number: int) -> None:
         # Whoever is in exchange n has seen n - 1 end, which every rank entered after it had read
@@ -272,8 +301,10 @@ class StoreCommunicator:
         keys = [f"{number}/in/{self._rank}"] if mine else []
         if self._rank == 0:
             keys = [f"{number}/out/{rank}" for rank in range(1, self._size)]
-        for key in keys:
-            self._store.delete_key(f"{self._name}/{key}")
+        # Who hosts the store may have left after the last exchange, which is no failure of it.
+        with contextlib.suppress(CoordinationError), self._reaching():
+            for key in keys:
+                self._store.delete_key(f"{self._name}/{key}")
 
 
 class _Verdict:

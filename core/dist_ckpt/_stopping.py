@@ -1,0 +1,160 @@
+"""At which poll a request to stop counts, so that all ranks stop after the same step.
+
+Here: ``Agreement``, one for each rank, with its thread. Not here: signals, and what a poll is
+(``preemption``). The thread makes no collective of a backend: it talks to the other ranks through
+the job's store, and looks there now and then for as long as nobody has asked for anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dist_ckpt._comm.store import StoreCommunicator
+
+__all__ = ["Agreement", "Counts"]
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_LOOK_SECS = 0.1
+_LOOKS_A_SECOND = 4000
+"""How many looks of all ranks together the store may get in a second."""
+
+_COUNTING_SHARE, _VERDICT_SHARE = 0.25, 0.35
+"""Parts of the grace in which rank 0 must know how far all are, and all others its verdict."""
+
+_NAP_SECS = 0.02
+
+_CLOSE_SECS = 5.0
+"""More than one exchange with a store that answers takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What an ``Agreement`` asks its rank.
+
+    Attributes:
+        hear: Told, on the agreement's thread, that a rank was asked to stop, and by which signal;
+            from then on the next poll waits.
+        passed: How many polls this rank has passed that returned False; called after ``hear``.
+    """
+
+    hear: Callable[[int], None]
+    passed: Callable[[], int]
+
+
+class Agreement:
+    """One rank's part in finding the first poll that no rank has passed.
+
+    Args:
+        comm: The ranks, in a sequence of exchanges of their own.
+        counts: This rank.
+        grace_secs: How long a job may go on that was asked to stop.
+
+    Attributes:
+        stop_at: The number of the poll at which all ranks stop; None if they have not agreed.
+    """
+
+    def __init__(self, comm: StoreCommunicator, counts: Counts, grace_secs: float) -> None:
+        """Start to look for requests."""
+        self._comm, self._counts, self._grace_secs = comm, counts, grace_secs
+        self._look_secs = min(max(_SHORTEST_LOOK_SECS, comm.size / _LOOKS_A_SECOND), grace_secs / 8)
+        self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._closing, self._settled = threading.Event(), threading.Event()
+        self.stop_at: int | None = None
+        self._thread = threading.Thread(target=self._run, name="dist_ckpt-preemption", daemon=True)
+        self._thread.start()
+
+    def request(self, signum: int) -> None:
+        """Ask all ranks to stop. Takes no lock: a signal's handler may call it."""
+        self._requests.put(signum)
+
+    def wait(self) -> None:
+        """Wait until it is known when to stop, or that ranks did not agree. Bounded."""
+        self._settled.wait(self._grace_secs * _VERDICT_SHARE + 2 * self._look_secs)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self._requests.put(None)
+        self._thread.join(_CLOSE_SECS)
+
+    def _run(self) -> None:
+        try:
+            signum = self._requested()
+            if signum is not None:
+                self._counts.hear(signum)
+                self.stop_at = self._agreed()
+        except Exception as error:  # noqa: BLE001 - then each rank stops for itself
+            logger.log(
+                logging.DEBUG if self._closing.is_set() else logging.WARNING,
+                "rank %d does not know when the others stop: %s", self._comm.rank, error,
+            )  # fmt: skip
+        finally:
+            self._settled.set()
+
+    def _requested(self) -> int | None:
+        """Return the signal once some rank was asked to stop; None if this is closed before."""
+        while not self._closing.is_set():
+            try:
+                signum = self._requests.get(timeout=self._look_secs)
+            except queue.Empty:
+                if self._comm.was_told("asked"):
+                    return int(self._comm.hear("asked"))
+                continue
+            if signum is not None:
+                self._tell_asked(signum)
+                return signum
+        return None
+
+    def _tell_asked(self, signum: int) -> None:
+        try:
+            self._comm.tell("asked", signum)
+        except Exception:
+            self._counts.hear(signum)  # this rank knows it all the same
+            raise
+
+    def _agreed(self) -> int | None:
+        comm, passed = self._comm, self._counts.passed()
+        began = time.monotonic()
+        comm.tell(f"passed/{comm.rank}", passed)
+        if comm.rank == 0:
+            verdict = self._collected(began + self._grace_secs * _COUNTING_SHARE, passed)
+            comm.tell("verdict", verdict)
+        elif self._hears("verdict", began + self._grace_secs * _VERDICT_SHARE):
+            verdict = comm.hear("verdict")
+        else:
+            verdict = self._missing([0])
+        if isinstance(verdict, str):
+            logger.warning("%s", verdict)
+            return None
+        return int(verdict)
+
+    def _collected(self, deadline: float, passed: int) -> int | str:
+        """Return the first poll that no rank has passed, or who did not tell. Rank 0."""
+        most, missing = passed, []
+        for rank in range(1, self._comm.size):
+            if self._hears(f"passed/{rank}", deadline):
+                most = max(most, self._comm.hear(f"passed/{rank}"))
+            else:
+                missing.append(rank)
+        return self._missing(missing) if missing else most + 1
+
+    def _hears(self, key: str, deadline: float) -> bool:
+        while not self._comm.was_told(key):
+            if time.monotonic() >= deadline or self._closing.wait(_NAP_SECS):
+                return False
+        return True
+
+    def _missing(self, ranks: list[int]) -> str:
+        return (
+            f"the job was asked to stop, but ranks {ranks} of {self._comm.size} did not tell how "
+            f"far they are within a part of the grace of {self._grace_secs:g} s: each rank stops "
+            "for itself, and a save that needs them will fail."
+        )
