@@ -19,9 +19,10 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler
 from torch.utils.data import BatchSampler, IterableDataset
 
-from accelerate_dist_ckpt.lifetime import before_batch
+from accelerate_dist_ckpt.lifetime import before_batch, before_epoch
 from accelerate_dist_ckpt.rng import host_state, set_host_state
 from dist_ckpt.errors import AsyncSaveError
+from dist_ckpt.preemption import Preempted
 
 __all__ = ["restore_dataloader", "snapshot", "tracked_iteration"]
 
@@ -76,6 +77,7 @@ def tracked_iteration(native: Callable[[Any], Iterator[Any]]) -> Callable[[Any],
     """Return an ``__iter__`` that notes where its epoch began, and raises failures of saves."""
 
     def iterate(self: Any) -> Iterator[Any]:
+        before_epoch()
         epoch = _epoch_of(self)
         iterator = native(self)
         if epoch is None:
@@ -88,7 +90,7 @@ def tracked_iteration(native: Callable[[Any], Iterator[Any]]) -> Callable[[Any],
             if first is not nothing:
                 yield first
                 yield from _with_polls(iterator)
-        except (GeneratorExit, AsyncSaveError):
+        except (GeneratorExit, AsyncSaveError, Preempted):
             epoch.end(this, was_left=True)
             raise
         epoch.end(this, was_left=False)

@@ -1,6 +1,6 @@
 """``Accelerator.load_state``: choose, hooks, models, optimizers, and the rest, in this order.
 
-Here: the order of these steps. Not here: their content (``state``, ``naming``, and ``dist_ckpt``).
+Here: the order of these steps. Not here: their content (``choosing``, ``state``, ``dist_ckpt``).
 Called on every rank; whatever fails on one is raised on all.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate.accelerator import Accelerator
 
-from accelerate_dist_ckpt import naming
+from accelerate_dist_ckpt.choosing import choose, count_on
 from accelerate_dist_ckpt.job import Job
 from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.state import FRAMEWORK, counts_problem, restore_foreign, restore_own
@@ -39,7 +39,7 @@ def load_state(
     Args:
         accelerator: All of its objects are filled in place.
         registration: The IO and its saver.
-        input_dir: The checkpoint; None for the newest with automatic naming.
+        input_dir: The checkpoint; None for the newest good one with automatic naming.
         strict: Whether names that only one side has are an error.
         map_location: Accelerate's own; everything is loaded to where it lives in any case.
 
@@ -49,6 +49,7 @@ def load_state(
     Raises:
         AsyncSaveError: A save in the background failed and nobody was told; nothing is loaded then.
         CheckpointNotFoundError: There is none; ``IncompleteCheckpointError`` if never committed.
+        CorruptedCheckpointError: It is damaged; without ``input_dir``, all of them are.
         MismatchError: The checkpoint holds other models, optimizers or objects.
         UnsafeContentError: A value, mostly of a custom object, needs ``allow_pickle=True``.
     """
@@ -60,9 +61,9 @@ def load_state(
     registration.drain()
     io = registration.io
     comm = all_processes(timeout_secs=io.config.timeout_secs)
-    path, is_ours = comm.broadcast(
-        "choosing the checkpoint to load", lambda: _choose(accelerator, input_dir)
-    )
+    path, is_ours = choose(accelerator, io, input_dir, comm)
+    if input_dir is None:
+        count_on(accelerator, comm)
     if not is_ours:
         return str(path)
     view = CheckpointView.open(path, options=io.load_options(), communicator=comm)
@@ -83,22 +84,6 @@ def load_state(
 
     comm.map_reduce("restoring what is no tensor", restore, lambda _: None)
     return None
-
-
-def _choose(accelerator: Accelerator, input_dir: Any) -> tuple[Path, bool]:
-    """Return which checkpoint is meant and whether it is ours. Rank 0.
-
-    What is neither ours nor natively complete is opened as ours, which says what is wrong with it.
-    """
-    if input_dir is None and naming.is_automatic(accelerator):
-        path = naming.newest_checkpoint(accelerator)
-    elif input_dir is None:
-        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-    else:
-        path = Path(input_dir).expanduser()
-    if not path.is_dir():
-        return path, False
-    return path, naming.is_ours(path) or not naming.is_native(path)
 
 
 def _run_hooks(job: Job, view: CheckpointView, path: Path) -> Sequence[int]:

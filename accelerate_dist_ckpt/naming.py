@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,25 +18,31 @@ from accelerate.accelerator import Accelerator
 
 from dist_ckpt.errors import (
     CheckpointingException,
-    CheckpointNotFoundError,
     ConfigError,
     MismatchError,
 )
+from dist_ckpt.recovery import sweep, verify_checkpoint
+from dist_ckpt.serialization import single_process
 from dist_ckpt.training_state import is_checkpoint, remove_checkpoint
 
 __all__ = [
+    "Candidates",
     "announced_target",
+    "candidates",
+    "first_free_number",
     "is_automatic",
     "is_native",
     "is_ours",
-    "newest_checkpoint",
+    "move_out_damaged",
     "next_target",
     "pruner",
+    "sweep_once",
 ]
 
 logger = logging.getLogger(__name__)
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
+_MARKER = "metadata.json"  # the file that makes a directory a checkpoint of ours
 
 
 def is_automatic(accelerator: Accelerator) -> bool:
@@ -76,26 +83,86 @@ def next_target(accelerator: Accelerator, in_flight: Collection[Path]) -> Path:
     return target
 
 
-def newest_checkpoint(accelerator: Accelerator) -> Path:
-    """Return the highest numbered checkpoint that was finished. Rank 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Automatically named checkpoints, the highest number first.
 
-    Raises:
-        CheckpointNotFoundError: There is none.
+    Attributes:
+        folder: Where they are.
+        own: Those above the first that Accelerate wrote; what is none after all may be among them.
+        native: That one; it counts as good.
     """
-    numbered = _numbered(_folder(accelerator))
-    for path in reversed(numbered):
-        if is_checkpoint(path) or is_native(path):
-            return path
-    raise CheckpointNotFoundError(
-        f"{_folder(accelerator)}: no finished checkpoint among {len(numbered)} checkpoint_<n>."
-    )
+
+    folder: Path
+    own: tuple[Path, ...]
+    native: Path | None
+
+
+def candidates(accelerator: Accelerator) -> Candidates:
+    """Return what may be loaded where nothing is named. Rank 0."""
+    folder, own = _folder(accelerator), list[Path]()
+    for path in reversed(_numbered(folder)):
+        if is_native(path) and not (path / _MARKER).exists():
+            return Candidates(folder=folder, own=tuple(own), native=path)
+        own.append(path)
+    return Candidates(folder=folder, own=tuple(own), native=None)
+
+
+def first_free_number(accelerator: Accelerator) -> int:
+    """Return a number above those of all that stands there and cannot be saved over. Rank 0."""
+    for path in reversed(_numbered(_folder(accelerator))):
+        if _stands_there(path):
+            return _number(path) + 1
+    return 0
+
+
+def _stands_there(path: Path) -> bool:
+    try:
+        return is_checkpoint(path) or is_native(path)
+    except CheckpointingException:  # damaged, and it could not be set aside
+        return True
+
+
+def move_out_damaged(folder: Path) -> None:
+    """Move what was set aside out of the folder whose every entry Accelerate parses. Rank 0.
+
+    Nothing of it is raised.
+    """
+    for aside in folder.glob(".dist-ckpt-*.damaged"):
+        place = folder.parent / aside.name
+        try:
+            aside.rename(place)
+        except OSError as error:
+            logger.warning("%s stays there: %s", aside, error)
+        else:
+            logger.warning("%s is now %s.", aside, place)
+
+
+def sweep_once(folder: Path, swept: set[Path], older_than_secs: float) -> None:
+    """Remove what dead saves left in a folder, if that was not done yet. Rank 0.
+
+    Nothing of it is raised.
+
+    Args:
+        folder: Where a save goes, or is prepared.
+        swept: The folders that were swept; this one is added.
+        older_than_secs: What was touched since stays.
+    """
+    if folder in swept:
+        return
+    swept.add(folder)
+    try:
+        sweep(folder, older_than_secs=older_than_secs)
+    except Exception:
+        logger.exception("%s: what dead saves left there was not removed", folder)
 
 
 def pruner(accelerator: Accelerator) -> Callable[[], list[Path]] | None:
     """Return what removes the lowest numbered checkpoints above ``total_limit``; None without one.
 
     To be called on rank 0 when a save is committed, on any thread; it returns what it removed. What
-    is not finished at that time, a save in flight too, neither counts nor is touched.
+    is not finished at that time, a save in flight too, neither counts nor is touched. If nothing
+    that stays is good, nothing is removed.
     """
     limit = cast("int | None", accelerator.project_configuration.total_limit)
     if limit is None:
@@ -104,9 +171,27 @@ def pruner(accelerator: Accelerator) -> Callable[[], list[Path]] | None:
 
     def prune() -> list[Path]:
         finished = [path for path in _numbered(folder) if _is_finished(path)]
-        return [path for path in finished[:-kept] if _is_removed(path)]
+        doomed, staying = finished[:-kept], finished[-kept:]
+        if doomed and not any(_is_good(path) for path in reversed(staying)):
+            logger.warning(
+                "%s: %d checkpoint(s) above total_limit are kept: none of the others is good.",
+                folder, len(doomed),
+            )  # fmt: skip
+            return []
+        return [path for path in doomed if _is_removed(path)]
 
     return prune
+
+
+def _is_good(path: Path) -> bool:
+    if is_native(path) and not (path / _MARKER).exists():
+        return True
+    try:
+        verify_checkpoint(path, level="files", communicator=single_process())
+    except CheckpointingException as error:
+        logger.warning("%s does not count as one that stays: %s", path, error)
+        return False
+    return True
 
 
 def _is_removed(path: Path) -> bool:
@@ -132,7 +217,7 @@ def is_ours(path: Path) -> bool:
     """
     if not is_checkpoint(path):
         return False
-    marker = path / "metadata.json"
+    marker = path / _MARKER
     native = [file.stat().st_mtime_ns for file in path.glob("random_states_*.pkl")]
     if native and marker.exists() and max(native) > marker.stat().st_mtime_ns:
         raise MismatchError(
@@ -157,11 +242,12 @@ def _folder(accelerator: Accelerator) -> Path:
 
 
 def _numbered(folder: Path) -> list[Path]:
+    """Return the numbered entries of a folder, the lowest number first."""
     if not folder.is_dir():
         return []
-    found = {
-        int(match[1]): path
-        for path in folder.iterdir()
-        if (match := _NUMBERED.fullmatch(path.name))
-    }
-    return [found[number] for number in sorted(found)]
+    found = [path for path in folder.iterdir() if _NUMBERED.fullmatch(path.name)]
+    return sorted(found, key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.rpartition("_")[2])

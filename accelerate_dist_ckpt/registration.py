@@ -15,6 +15,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -58,6 +59,15 @@ class CheckpointIOHandle:
         """
         self._forget()
         self._registration.close()
+
+    def should_stop(self) -> bool:
+        """Whether the job was told to go (``preemption``): for loops that save and end themselves.
+
+        From the first call on, nothing is done by itself. Call it equally often on all ranks, where
+        the state may be saved: it is True on all at the same call, and ever after. Loops that ask a
+        prepared dataloader for batches and call ``Accelerator.backward`` do without.
+        """
+        return self._registration.should_stop()
 
     def _forget(self) -> None:
         target = self._target()
@@ -147,9 +157,21 @@ def _dispatched_save(native: Callable[..., Any]) -> Callable[..., Any]:
         registration = _active(self)
         if registration is None:
             return native(self, output_dir, *args, **kwargs)
-        return save_state(self, registration, output_dir)
+        return _saved(self, registration, output_dir)
 
     return dispatch
+
+
+def _saved(accelerator: Accelerator, registration: Registration, output_dir: Any) -> Path:
+    """Save, within the grace of a job that was told to go."""
+    chosen = registration.io
+    registration.io = registration.bounded_io
+    try:
+        path = save_state(accelerator, registration, output_dir)
+    finally:
+        registration.io = chosen
+    registration.was_at(path, saved=True)
+    return path
 
 
 def _dispatched_load(native: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,6 +182,8 @@ def _dispatched_load(native: Callable[..., Any]) -> Callable[..., Any]:
         if registration is None:
             return native(self, input_dir, load_kwargs, **kwargs)
         found = load_state(self, registration, input_dir, **kwargs)
+        if input_dir is not None:
+            registration.was_at(Path(input_dir).expanduser(), saved=False)
         if found is not None:  # a checkpoint of Accelerate's own
             native(self, found, load_kwargs, **kwargs)
         return None

@@ -29,6 +29,7 @@ from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.state import FRAMEWORK, common_state, rank_state
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.errors import ConfigError
+from dist_ckpt.recovery import forget_owner, record_owner
 from dist_ckpt.serialization import all_processes, single_process
 from dist_ckpt.training_state import TrainingState, save_training_state
 from dist_ckpt.types import Communicator, StateDict
@@ -100,7 +101,7 @@ def save_state(accelerator: Accelerator, registration: Registration, output_dir:
     plan = comm.map_reduce(
         "opening a save",
         lambda: (bool(job.save_hooks), saver is not None),
-        lambda ranks: _open(accelerator, Path(announced), in_flight, ranks),
+        lambda ranks: _open(accelerator, registration, Path(announced), in_flight, ranks),
     )
     discard = _remover(plan.hooks_dir if comm.rank == 0 else None)
     try:
@@ -155,6 +156,7 @@ def _warn(accelerator: Accelerator, attendance: Attendance, target: str) -> None
 
 def _open(
     accelerator: Accelerator,
+    registration: Registration,
     announced: Path,
     in_flight: Collection[Path],
     ranks: Sequence[tuple[bool, bool]],
@@ -163,6 +165,7 @@ def _open(
 
     Args:
         accelerator: Rank 0's.
+        registration: Its IO.
         announced: Where to save, or the folder of numbered checkpoints.
         in_flight: Where saves in the background go.
         ranks: Of each rank, whether it has hooks, and whether it saves in the background.
@@ -178,10 +181,14 @@ def _open(
     automatic = naming.is_automatic(accelerator)
     target = naming.next_target(accelerator, in_flight) if automatic else announced
     staging_dir = announced.parent
+    for folder in {staging_dir, target.parent}:
+        naming.sweep_once(folder, registration.swept, registration.io.config.sweep_after_secs)
     hooks_dir = None
     if has_hooks:
         hooks_dir = staging_dir / f".dist-ckpt-{uuid.uuid4().hex[:12]}.hooks"
-        hooks_dir.mkdir(parents=True)
+        hooks_dir.parent.mkdir(parents=True, exist_ok=True)
+        record_owner(hooks_dir)
+        hooks_dir.mkdir()
     return _Plan(
         target=target,
         staging_dir=staging_dir,
@@ -212,6 +219,7 @@ def _remover(directory: Path | None) -> Callable[[], None]:
     def remove() -> None:
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
+            forget_owner(directory)
 
     return remove
 

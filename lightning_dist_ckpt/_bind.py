@@ -14,8 +14,10 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.errors import ConfigError
+from lightning_dist_ckpt import _preempt
 from lightning_dist_ckpt._fit_saves import FitSaves
 from lightning_dist_ckpt._overrides import Binding, bound_class
+from lightning_dist_ckpt._resuming import bind_connector
 from lightning_dist_ckpt.io import DistCkptIO
 
 if TYPE_CHECKING:
@@ -52,8 +54,11 @@ def bind(trainer: Any, callback: Any = None) -> None:
             _warn_of_wrapper(chain[0], io)
         strategy.dist_ckpt_binding = Binding(io=io)
         strategy.__class__ = bound_class(type(strategy))
+    bind_connector(trainer._checkpoint_connector)  # noqa: SLF001 - Lightning's
     if io.config.async_save and trainer.state.fn == "fit":
         _begin_saves(trainer, io, callback)
+    if io.config.preemption and trainer.state.fn == "fit" and callback is not None:
+        _preempt.begin(trainer, io, callback)
 
 
 def _begin_saves(trainer: Any, io: DistCkptIO, callback: Any) -> None:

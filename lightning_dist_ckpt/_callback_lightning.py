@@ -1,18 +1,30 @@
-"""The callback that binds a Trainer of ``lightning.pytorch``.
+"""The callbacks of a Trainer of ``lightning.pytorch``.
 
-Here: one class. Not here: what it does (``_hooks``). A module of its own for each of the two names
-that Lightning is installed under, so that only the one in use is imported, and so that the callback
-can be pickled.
+Here: two classes. Not here: what they do (``_hooks``, ``_preempt``). A module of its own for each
+of the two names that Lightning is installed under, so that only the one in use is imported, and so
+that callbacks can be pickled.
 """
 
 from __future__ import annotations
 
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dist_ckpt._hooks import Hooks
+from lightning_dist_ckpt._preempt import StopHooks
 
-__all__ = ["DistCkptCallback"]
+__all__ = ["DistCkptCallback", "StopCallback"]
+
+
+class StopCallback(StopHooks, Callback):
+    """Save and stop when the job is told to go; the last of all callbacks."""
+
+    stop = SIGTERMException
 
 
 class DistCkptCallback(Hooks, Callback):
     """Bind the Trainer before it saves or loads anything, and look after its background saves."""
+
+    connector = _CheckpointConnector
+    stopper = StopCallback

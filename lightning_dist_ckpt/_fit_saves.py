@@ -72,6 +72,7 @@ class FitSaves:
         self.pending = Pending(self._saver.after_commit)
         self.is_training = False
         self._patience_secs: float | None = None
+        self._ends = False
         self._asking: Memory | None = None
         self._memories: list[Memory] = []
         self._newest = Outcome()
@@ -133,7 +134,8 @@ class FitSaves:
 
     def _comes_last(self, target: Path) -> bool:
         """Whether the program ends after this save, also if one before it has failed."""
-        return bool(self._trainer.interrupted or _REQUEUE_NAME.fullmatch(target.name))
+        is_requeue = _REQUEUE_NAME.fullmatch(target.name)
+        return bool(self._trainer.interrupted or self._ends or is_requeue)
 
     def _finish_before(self, target: Path) -> None:
         try:
@@ -151,13 +153,15 @@ class FitSaves:
 
     # -- what waits behind them
 
-    def remove(self, path: PathLike, run: Callable[[], None]) -> None:
-        """Let ``run`` remove ``path`` when what replaces it is committed. Rank 0 does it."""
+    def remove(self, path: PathLike, run: Callable[[], bool]) -> None:
+        """Let ``run`` remove ``path`` when what replaces it is committed. Rank 0 does it.
+
+        It returns whether it did.
+        """
 
         def remove() -> None:
             is_checkpoint = Path(path).is_dir() and not Path(path).is_symlink()
-            run()
-            if is_checkpoint:
+            if run() and is_checkpoint:
                 self._saver.pruned(path, "others are kept")
 
         if self._trainer.is_global_zero:
@@ -230,11 +234,16 @@ class FitSaves:
         comm = all_processes(timeout_secs=self._io.config.timeout_secs)
         return comm.map_reduce(phase, lambda: told, list)
 
+    def end_soon(self, io: DistCkptIO, patience_secs: float) -> None:
+        """From now on, save at once and with this plugin; wait no longer for what is in flight."""
+        self.is_training, self._ends = False, True
+        self._io, self._patience_secs = io, patience_secs
+
     def interrupted(self, exception: BaseException) -> None:
         """Let saves end that are in flight, for a while. Local: the other ranks may be gone."""
         self.is_training = False
         stops = isinstance(exception, KeyboardInterrupt | SystemExit)
-        if stops:
+        if stops and not self._ends:
             self._patience_secs = min(self._saver.options.drain_timeout_secs, _INTERRUPT_SECS)
         try:
             self.finish_staging()

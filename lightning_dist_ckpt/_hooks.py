@@ -6,18 +6,37 @@ Here: its hooks, for either name that Lightning is installed under. Not here: th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning_dist_ckpt._bind import bind
+from lightning_dist_ckpt._requests import note_requests
 
 if TYPE_CHECKING:
     from lightning_dist_ckpt._fit_saves import FitSaves
+    from lightning_dist_ckpt._preempt import StopHooks
 
 __all__ = ["Hooks"]
 
 
 class Hooks:
-    """Hooks of a callback without state, as it may be in several Trainers, and is pickled."""
+    """Hooks of a callback without state, as it may be in several Trainers, and is pickled.
+
+    Attributes:
+        connector: Class of the Trainers' checkpoint connectors, under the callback's namespace.
+        stopper: Class of the callback that stops a Trainer whose job is told to go.
+    """
+
+    connector: ClassVar[type]
+    stopper: ClassVar[type[StopHooks]]
+
+    def __init__(self) -> None:
+        """Let Trainers note, from now on, what they are asked to resume from."""
+        super().__init__()
+        note_requests(self.connector)
+
+    def __reduce__(self) -> tuple[type[Hooks], tuple[()]]:
+        """Be made anew in another process (``ddp_spawn``)."""
+        return type(self), ()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Bind the Trainer before it saves or loads anything."""

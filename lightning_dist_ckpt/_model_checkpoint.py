@@ -14,7 +14,16 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-__all__ = ["Memory", "Outcome", "still_needed", "take_back", "unwatch", "watch"]
+__all__ = [
+    "Memory",
+    "Outcome",
+    "forget_name",
+    "is_lightnings",
+    "still_needed",
+    "take_back",
+    "unwatch",
+    "watch",
+]
 
 _TOP = (
     "best_k_models",
@@ -81,22 +90,29 @@ class Memory:
 
     def forget(self) -> None:
         """Let the callback not know this save any more, but all that came after."""
-        callback, path = self.callback, self.path
-        models = callback.best_k_models
-        if models.pop(path, None) is not None and models:
-            best, worst = (min, max) if callback.mode == "min" else (max, min)
-            callback.best_model_path = best(models, key=models.get)
-            callback.best_model_score = models[callback.best_model_path]
-            callback.kth_best_model_path = worst(models, key=models.get)
-            callback.kth_value = models[callback.kth_best_model_path]
-        for name in ("best_model_path", "last_model_path"):
-            if getattr(callback, name) == path:
-                setattr(callback, name, "")
+        forget_name(self.callback, self.path)
         self._forget_last_saved()
 
     def _forget_last_saved(self) -> None:
         if getattr(self.callback, _LAST_SAVED[0], None) == self.path:
             vars(self.callback).update(self._last_saved)
+
+
+def forget_name(callback: Any, path: str) -> None:
+    """Let a callback not know the checkpoint ``path``, but all others."""
+    models = callback.best_k_models
+    was_known = models.pop(path, None) is not None
+    if was_known and models:
+        best, worst = (min, max) if callback.mode == "min" else (max, min)
+        callback.best_model_path = best(models, key=models.get)
+        callback.best_model_score = models[callback.best_model_path]
+        callback.kth_best_model_path = worst(models, key=models.get)
+        callback.kth_value = models[callback.kth_best_model_path]
+    elif was_known:
+        callback.best_model_score = None
+    for name in ("best_model_path", "kth_best_model_path", "last_model_path"):
+        if getattr(callback, name) == path:
+            setattr(callback, name, "")
 
 
 def take_back(memories: Sequence[Memory]) -> None:
@@ -142,7 +158,7 @@ def still_needed(memories: Sequence[Memory]) -> list[Memory]:
 def watch(callback: Any) -> None:
     """Give a callback of Lightning's ``ModelCheckpoint`` class, or a subclass, our methods."""
     base = type(callback)
-    if not _is_model_checkpoint(base) or "dist_ckpt_base" in vars(base):
+    if not is_lightnings(callback, "ModelCheckpoint") or "dist_ckpt_base" in vars(base):
         return
     own = {name: value for name, value in vars(_Watched).items() if name in _OVERRIDDEN}
     if base._save_checkpoint.__module__.partition(".")[0] not in _LIGHTNING:  # noqa: SLF001 - Lightning's
@@ -169,10 +185,11 @@ _OVERRIDDEN = frozenset(
 )
 
 
-def _is_model_checkpoint(cls: type) -> bool:
+def is_lightnings(callback: object, name: str) -> bool:
+    """Whether an object is of the class of this name in Lightning, under either of its names."""
     return any(
-        base.__name__ == "ModelCheckpoint" and base.__module__.partition(".")[0] in _LIGHTNING
-        for base in cls.__mro__
+        base.__name__ == name and base.__module__.partition(".")[0] in _LIGHTNING
+        for base in type(callback).__mro__
     )
 
 

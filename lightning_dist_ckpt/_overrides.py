@@ -10,9 +10,10 @@ the dict, then ``load_model_state_dict``, then ``load_optimizer_state_dict``.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dist_ckpt.derive import model_layout
-from dist_ckpt.errors import ConfigError, MismatchError
+from dist_ckpt.errors import CheckpointingException, ConfigError, MismatchError
 from dist_ckpt.serialization import all_processes
 from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
 from lightning_dist_ckpt._document import (
@@ -35,6 +36,7 @@ from lightning_dist_ckpt._document import (
     own_state_dict,
 )
 from lightning_dist_ckpt._plain import load_whole_optimizer
+from lightning_dist_ckpt._retention import may_go, sweep_once
 from lightning_dist_ckpt._stored import StoredModel, StoredOptimizer, fill_sharded
 from lightning_dist_ckpt.export import is_stock
 from lightning_dist_ckpt.io import checked_target
@@ -44,9 +46,13 @@ if TYPE_CHECKING:
 
     from dist_ckpt.types import PathLike, StateDict
     from lightning_dist_ckpt._fit_saves import FitSaves
+    from lightning_dist_ckpt._preempt import Preemption
     from lightning_dist_ckpt.io import DistCkptIO
 
 __all__ = ["Binding", "bound_class"]
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,12 +64,16 @@ class Binding:
         restores: Whether we restore the checkpoint that was opened last; else Lightning does.
         resumed_from: What it is called without links.
         saves: Those of the fit that is running, if they go on in the background.
+        preemption: Of the fit that is running, if it stops when it is told to.
+        swept: Where this Trainer has looked for what dead saves left.
     """
 
     io: DistCkptIO
     restores: bool = False
     resumed_from: Path | None = None
     saves: FitSaves | None = None
+    preemption: Preemption | None = None
+    swept: set[Path] = field(default_factory=set)
 
 
 class LiveOptimizerState(dict[str, Any]):
@@ -164,6 +174,8 @@ class _Overrides:
         # What hooks did, often on rank 0 only; what this raises on one rank is raised on all.
         comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
         edits = functools.cache(lambda: _edits(self, checkpoint))
+        if self.is_global_zero:
+            sweep_once(target.parent, binding.swept, binding.io.config.sweep_after_secs)
         first = comm.map_reduce(
             f"preparing the save to {target}",
             lambda: edits().summary,
@@ -185,7 +197,10 @@ class _Overrides:
             save_training_state(target, state, options=binding.io.save_options(target))
 
     def remove_checkpoint(self: Any, filepath: PathLike) -> None:
-        """Remove a checkpoint on rank 0, but not the one that was resumed from through a link."""
+        """Remove a checkpoint on rank 0.
+
+        Not the one that was resumed from through a link, and not the last good one.
+        """
         binding: Binding = self.dist_ckpt_binding
         if not self.is_global_zero:
             return
@@ -193,11 +208,26 @@ class _Overrides:
         resumed = self.lightning_module.trainer.ckpt_path and binding.resumed_from
         if resumed and Path(filepath).resolve() == resumed:
             return
-        if binding.saves is not None:
-            remove = functools.partial(binding.io.remove_checkpoint, filepath)
-            binding.saves.remove(filepath, remove)
+        saves, trainer = binding.saves, self.lightning_module.trainer
+
+        def is_doomed(path: Path) -> bool:
+            return saves is not None and saves.pending.exists(path) is False
+
+        def remove() -> bool:
+            if not may_go(trainer, filepath, is_doomed):
+                return False
+            try:
+                binding.io.remove_checkpoint(filepath)
+            except (OSError, CheckpointingException) as error:
+                # What replaces it is safe: one too many is no failure of rank 0 alone.
+                logger.warning("%s could not be removed: %s", filepath, error)
+                return False
+            return True
+
+        if saves is not None:
+            saves.remove(filepath, remove)
         else:
-            binding.io.remove_checkpoint(filepath)
+            remove()
 
     # -- load
 
@@ -217,7 +247,8 @@ class _Overrides:
         if binding.saves is not None:
             binding.saves.drain()  # what it names may be in flight
         found = str(checkpoint_path)
-        found, stock = self.broadcast((found, is_stock(found)))
+        comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
+        found, stock = comm.broadcast(f"looking at {found}", lambda: (found, is_stock(found)))
         path, sharded = Path(found), bool(self.restore_checkpoint_after_setup)
         is_file = stock and path.is_file()
         binding.restores, binding.resumed_from = not stock or (sharded and is_file), None
@@ -290,10 +321,13 @@ class _Overrides:
         """End what saves in the background, before the model leaves its place."""
         binding: Binding = self.dist_ckpt_binding
         saves, binding.saves = binding.saves, None
+        preemption, binding.preemption = binding.preemption, None
         try:
             if saves is not None:
                 saves.close()
         finally:
+            if preemption is not None:
+                preemption.close()
             _stock(self).teardown()
 
 

@@ -417,7 +417,8 @@ def test_a_job_killed_in_a_save_resumes_from_the_one_before(tmp_path: Path) -> N
     """What the dead save left is not believed, and not in the way."""
     done = run_script(KILLED, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert len(list(tmp_path.iterdir())) == 2  # checkpoints, and what is left of the attempt
+    kinds = sorted(path.suffix for path in tmp_path.iterdir())
+    assert kinds == ["", ".attempt", ".owner"]  # checkpoints, what is left of the save, and whose
     assert names_in(tmp_path) == ["checkpoint_0", "checkpoint_1"]
     job = project(tmp_path, seed=1)
     train(job, 2)

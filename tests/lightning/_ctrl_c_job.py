@@ -22,6 +22,7 @@ def main(root: str) -> None:
     def at_step_6(trainer: L.Trainer) -> None:
         if trainer.global_step == 6:
             wait_until_idle(trainer)
+            trainer.strategy.barrier()  # the other rank hears of its end from this one's worker
             Path(root, f"worker-{trainer.global_rank}").write_text(str(worker_pid(trainer)))
             if trainer.is_global_zero:
                 tell_worker(trainer, signal.SIGSTOP)

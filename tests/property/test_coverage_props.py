@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt._geometry import Box
+from dist_ckpt._integrity import coverage
 from dist_ckpt._integrity.coverage import coverage_problems, overlaps, storage_problems
 from dist_ckpt._planning.describe import ShardInfo
 from dist_ckpt._planning.distribution import assign_writers
@@ -95,3 +97,45 @@ def test_overlaps_are_found_wherever_they_are(boxes: list[Box]) -> None:
     pairs = any(a.intersect(b) for a, b in itertools.combinations(full, 2))
 
     assert bool(overlaps(full)) == pairs
+
+
+@given(st.integers(1, 3).flatmap(lambda axes: st.lists(boxes_in((6,) * axes), max_size=40)))
+def test_parting_loses_no_pair(boxes: list[Box]) -> None:
+    """Parted or compared one by one: the verdict is that of comparing each with each."""
+    boxes = [box for box in boxes if box.numel]
+    pairs = itertools.combinations(boxes, 2)
+    expected = any(a.intersect(b) is not None for a, b in pairs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coverage, "_MANY", 0)
+        found = overlaps(boxes)
+
+    assert bool(found) == expected
+    assert all(a.intersect(b) is not None for a, b in found)
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [Box((i, i), (20_000, 1)) for i in range(10_000)],
+        [Box((0, i), (20_000, 1)) for i in range(10_000)]
+        + [Box((20_000 + i, 0), (1, 20_000)) for i in range(10_000)],
+        [Box((i // 10 % 100, i % 10, i // 1000), (1, 1, 1)) for i in range(10_000)],
+    ],
+    ids=["diagonal", "rows-and-columns", "cells"],
+)
+def test_boxes_that_a_sweep_would_hold_for_long(boxes: list[Box]) -> None:
+    """A few hundred kilobytes of an index must not take minutes."""
+    compared = 0
+
+    def counted(a: Box, b: Box) -> Box | None:
+        nonlocal compared
+        compared += 1
+        return intersect(a, b)
+
+    intersect = Box.intersect
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Box, "intersect", counted)
+        assert overlaps(boxes) == []
+        assert overlaps([*boxes, boxes[7]]) == [(boxes[7], boxes[7])]
+    assert compared < 200 * len(boxes)

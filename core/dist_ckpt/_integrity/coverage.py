@@ -7,20 +7,24 @@ who then writes (``_planning.distribution``). Runs on rank 0.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
-from itertools import pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from dist_ckpt._geometry import Box
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from dist_ckpt._planning.describe import ShardInfo
 
 __all__ = ["agreement_problems", "coverage_problems", "overlaps", "storage_problems"]
 
 _SHOWN = 4
+_MANY = 8
+"""Pairs for each box that are simply compared."""
+_LARGEST_PART = 0.75
 
 
 def agreement_problems(views: Sequence[Sequence[ShardInfo]]) -> list[str]:
@@ -119,13 +123,53 @@ def _mains(holders: list[tuple[int, ShardInfo]]) -> list[int]:
 
 
 def overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
-    """Return pairs of boxes that share an element; a few are enough to tell."""
+    """Return pairs of boxes that share an element; a few are enough to tell.
+
+    Boxes come from whoever wrote a checkpoint, too: where very many lie beside each other along an
+    axis, they are parted in two until they do not.
+    """
     if len(boxes) < 2 or not boxes[0].shape:  # noqa: PLR2004 - a pair
         return []
-    axis = max(range(len(boxes[0].shape)), key=lambda a: len({b.offset[a] for b in boxes}))
-    ordered = sorted(boxes, key=lambda box: (box.offset[axis], box))
-    if all(a.stop[axis] <= b.offset[axis] for a, b in pairwise(ordered)):
-        return []
+    found: list[tuple[Box, Box]] = []
+    groups = [boxes]
+    while groups and len(found) < _SHOWN:
+        group = groups.pop()
+        candidates, axis, ordered = min(_sweeps(group), key=itemgetter(0))
+        parts = _parted(group) if candidates > _MANY * len(group) else None
+        if parts is not None:
+            groups += parts
+        elif candidates:
+            found += _swept(ordered, axis)
+    return list(dict.fromkeys(found))[:_SHOWN]
+
+
+def _sweeps(group: list[Box]) -> Iterator[tuple[int, int, list[Box]]]:
+    """Yield for each axis how many pairs share a coordinate along it, and the boxes in order."""
+    for axis in range(len(group[0].shape)):
+        ordered = sorted(group, key=lambda box, axis=axis: box.offset[axis])  # type: ignore[misc]  # a default of a lambda
+        starts = [box.offset[axis] for box in ordered]
+        reached = (bisect_left(starts, box.offset[axis] + box.shape[axis]) for box in ordered)
+        yield sum(max(at - i - 1, 0) for i, at in enumerate(reached)), axis, ordered
+
+
+def _parted(group: list[Box]) -> tuple[list[Box], list[Box]] | None:
+    """Return the boxes on either side of the best cut, across which none of a pair is lost.
+
+    A box that is cut is on both sides. None where every cut leaves too many on both.
+    """
+    best: tuple[list[Box], list[Box]] | None = None
+    for axis in range(len(group[0].shape)):
+        starts = sorted(box.offset[axis] for box in group)
+        cut = next((at for at in starts[len(starts) // 2 :] if at > starts[0]), starts[0])
+        below = [box for box in group if box.offset[axis] < cut]
+        above = [box for box in group if box.offset[axis] + box.shape[axis] > cut]
+        if best is None or len(below) + len(above) < len(best[0]) + len(best[1]):
+            best = below, above
+    is_progress = best is not None and max(map(len, best)) <= _LARGEST_PART * len(group)
+    return best if is_progress else None
+
+
+def _swept(ordered: list[Box], axis: int) -> list[tuple[Box, Box]]:
     found, active = [], list[Box]()
     for box in ordered:
         active = [other for other in active if other.stop[axis] > box.offset[axis]]
@@ -133,7 +177,7 @@ def overlaps(boxes: list[Box]) -> list[tuple[Box, Box]]:
         if len(found) >= _SHOWN:
             break
         active.append(box)
-    return found[:_SHOWN]
+    return found
 
 
 def _gaps(boxes: list[Box], shape: tuple[int, ...]) -> list[Box]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from dist_ckpt._geometry import Box
@@ -133,6 +134,7 @@ class CheckpointIndex:
                 key: _tensor_from_json(key, entry, files, sizes)
                 for key, entry in document["tensors"].items()
             }
+            _check_extents(tensors)
         except _MALFORMED as error:
             raise CorruptedCheckpointError(
                 f"{where}: not an index of ours ({type(error).__name__}: {error})."
@@ -163,6 +165,19 @@ def _tensor_from_json(
     if stored > math.prod(shape):
         raise ValueError(f"{key!r}: {stored} elements are stored of {math.prod(shape)}")
     return StoredTensor(entry["dtype"], shape, tuple(chunks), entry["role"])
+
+
+def _check_extents(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise if two chunks share bytes of a file: few bytes could stand for any amount of memory."""
+    extents = sorted(
+        (chunk.file, chunk.position, chunk.nbytes, key)
+        for key, tensor in tensors.items()
+        for chunk in tensor.chunks
+        if chunk.nbytes
+    )
+    for (file, position, nbytes, key), (other_file, start, _, other) in pairwise(extents):
+        if file == other_file and position + nbytes > start:
+            raise ValueError(f"{key!r} and {other!r} share bytes of {file!r} at {start}")
 
 
 def _int_tuple(values: Any) -> tuple[int, ...]:
