@@ -111,6 +111,7 @@ class PreemptionGuard:
                 f"{threading.current_thread().name!r}: Python handles signals in the main thread.",
                 hint="install it there, before other threads begin to train.",
             )
+        self._pid = os.getpid()
         self._agreement = self._begin(self._comm or default_communicator())
         self._watchdog = _Watchdog(self.grace_secs) if self._ends_process else None
         self._unregister = close_at_exit(self)

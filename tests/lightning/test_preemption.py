@@ -126,7 +126,7 @@ def test_the_next_run_ends_as_if_nothing_had_happened(
     tmp_path: Path, straight: dict[str, torch.Tensor], keeper: str, *, in_background: bool
 ) -> None:
     """In the middle and at the end of an epoch, whatever ModelCheckpoint is set to."""
-    for step in (2, 3, 4):
+    for step in (3, 5):
         root = tmp_path / str(step)
         io = {"async_save": in_background}
 

@@ -182,13 +182,15 @@ def _check_total(
     sizes: Mapping[str, int],
 ) -> None:
     """Raise if more is told of than the files hold: many records could lie over the same bytes."""
-    told = sum(one.nbytes for one in objects.values()) + sum(
-        chunk.box.numel * dtype_from_name(tensor.dtype).itemsize
+    chunks = [
+        (chunk.file, chunk.box.numel * dtype_from_name(tensor.dtype).itemsize)
         for tensor in tensors.values()
         for chunk in tensor.chunks
-    )
-    if told > sum(sizes.values()):
-        raise ValueError(f"{told} bytes are told of in files of {sum(sizes.values())}")
+    ]
+    told = [*chunks, *((one.file, one.nbytes) for one in objects.values())]
+    nbytes, most = sum(n for _, n in told), sum(sizes[name] for name in {name for name, _ in told})
+    if nbytes > most:
+        raise ValueError(f"{nbytes} bytes are told of in files of {most}")
 
 
 def _tensor(
