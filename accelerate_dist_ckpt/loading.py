@@ -68,10 +68,8 @@ def load_state(
         return str(path)
     view = CheckpointView.open(path, options=io.load_options(), communicator=comm)
     job = Job.of(accelerator)
-    wanted = comm.map_reduce(
-        "preparing a load", lambda: _run_hooks(job, view, path), lambda views: views[0]
-    )
-    for i in wanted:
+    run_hooks = lambda: _run_hooks(job, view, path)  # noqa: E731 - of this step alone
+    for i in comm.map_reduce("preparing a load", run_hooks, lambda views: views[0]):
         view.load_model(i, job.models[i], strict=strict)
     for j, optimizer in enumerate(job.optimizers):
         view.load_optimizer(j, optimizer, job.models)

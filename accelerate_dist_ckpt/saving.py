@@ -31,6 +31,7 @@ from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.recovery import forget_owner, record_owner
 from dist_ckpt.serialization import all_processes, single_process
+from dist_ckpt.storage.local import make_directory
 from dist_ckpt.training_state import TrainingState, save_training_state
 from dist_ckpt.types import Communicator, StateDict
 
@@ -186,7 +187,7 @@ def _open(
     hooks_dir = None
     if has_hooks:
         hooks_dir = staging_dir / f".dist-ckpt-{uuid.uuid4().hex[:12]}.hooks"
-        hooks_dir.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(hooks_dir.parent)
         record_owner(hooks_dir)
         hooks_dir.mkdir()
     return _Plan(

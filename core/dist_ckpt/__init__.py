@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         StorageError,
         UnsafeContentError,
     )
+    from dist_ckpt.manager import CheckpointManager
     from dist_ckpt.mapping import (
         LocalNonpersistentObject,
         LocalNonpersitentObject,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BarrierTimeoutError": "errors",
+    "CheckpointManager": "manager",
     "CheckpointNotFoundError": "errors",
     "CheckpointingException": "errors",
     "ConfigError": "errors",
@@ -85,6 +87,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "BarrierTimeoutError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointingException",
     "ConfigError",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dist_ckpt._engine.commit import locate
 from dist_ckpt._formats.documents import CheckpointContents, check_unchanged
 from dist_ckpt._formats.opening import open_contents
-from dist_ckpt._formats.verification import verify_files
+from dist_ckpt._formats.verification import shared_out, verify_files
 from dist_ckpt.errors import (
     CheckpointingException,
     ConfigError,
@@ -103,16 +103,10 @@ def verify_together(contents: CheckpointContents, comm: Communicator, thread_cou
     """
     if not contents.files:
         return
-    shares: list[list[str]] = [[] for _ in range(comm.size)]
-    loads = [0] * comm.size
-    for name, found in sorted(contents.files.items(), key=lambda one: (-one[1].nbytes, one[0])):
-        rank = min(range(comm.size), key=loads.__getitem__)
-        shares[rank].append(name)
-        loads[rank] += found.nbytes
 
     def local() -> list[str]:
-        store = open_store(contents.directory)
-        return verify_files(store, contents.files, shares[comm.rank], thread_count=thread_count)
+        share = shared_out(contents.files, comm.size)[comm.rank]
+        return verify_files(open_store(contents.directory), share, thread_count=thread_count)
 
     def combine(found: Sequence[list[str]]) -> None:
         problems = [problem for one in found for problem in one]

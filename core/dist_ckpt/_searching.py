@@ -13,7 +13,6 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from heapq import heapreplace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -27,7 +26,7 @@ from dist_ckpt._engine.commit import (
 )
 from dist_ckpt._engine.leftovers import has_target, move_aside
 from dist_ckpt._formats.documents import METADATA_FILE, check_unchanged, read_manifest
-from dist_ckpt._formats.verification import verify_files
+from dist_ckpt._formats.verification import shared_out, verify_files
 from dist_ckpt._opened import open_checkpoint
 from dist_ckpt.errors import (
     CheckpointingException,
@@ -112,7 +111,7 @@ def open_closely(path: Path, level: VerifyLevel, size: int, options: LoadOptions
     """
     contents = open_checkpoint(path)
     if level == "full":
-        return Opened(contents, tuple(_shared_out(contents.files, size)))
+        return Opened(contents, tuple(shared_out(contents.files, size)))
     opened = Opened(contents, ({},) * size)
     # Not all of them are needed to open it.
     documents = {name: one for name, one in contents.files.items() if _is_document(name)}
@@ -123,17 +122,6 @@ def open_closely(path: Path, level: VerifyLevel, size: int, options: LoadOptions
 def _is_document(name: str) -> bool:
     """Whether a file is one of the small ones that tell what is in the others."""
     return "/" not in name and (name.endswith(".json") or name == METADATA_FILE)
-
-
-def _shared_out(files: Share, size: int) -> list[Share]:
-    """Give each rank about as many bytes to look through as the others."""
-    shares: list[dict[str, FileSum]] = [{} for _ in range(size)]
-    loads = [(0, rank) for rank in range(size)]
-    for name, one in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        nbytes, rank = loads[0]
-        shares[rank][name] = one
-        heapreplace(loads, (nbytes + one.nbytes, rank))
-    return list(shares)
 
 
 def look_through(directory: Path, share: Share, options: LoadOptions) -> Findings:

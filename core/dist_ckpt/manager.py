@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dist_ckpt._comm import default_communicator
-from dist_ckpt._engine.commit import make_directory
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._preparing import SaveRequest
 from dist_ckpt._pruning import (
@@ -40,7 +39,7 @@ from dist_ckpt.options import LoadOptions, SaveOptions, checked_path
 from dist_ckpt.recovery import forget_owner, newest_good, record_owner, sweep
 from dist_ckpt.serialization import StrictHandling, load, save
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.local import make_directory, storage_errors
 from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
 from dist_ckpt.validation import shortened
 

@@ -38,7 +38,7 @@ PHASES = (
           everywhere=True, error=ValueError("boom in describe")),
     Phase(name="plan", call="save", target="dist_ckpt._formats.torch_dist.format:assign_writers",
           everywhere=False, error=KeyError("boom in plan")),
-    Phase(name="begin", call="save", target="dist_ckpt._engine.commit:_make_durably",
+    Phase(name="begin", call="save", target="dist_ckpt._engine.commit:make_directory",
           everywhere=False, error=PermissionError(13, "boom in begin")),
     Phase(name="write", call="save", target="dist_ckpt.storage.local:_write_all",
           everywhere=True, error=OSError(28, "boom in write")),

@@ -282,12 +282,14 @@ def check_team(team: Team, outcomes: Sequence[RankOutcome], tally: Counter[str])
     seen = {one.rank - team.first: one.value for one in outcomes if one.ok}
     dead = [number for number in range(team.size) if number not in seen]
     ((kind, rank),) = {one.victim for one in seen.values()}
-    has_killed = any(one.has_killed for one in seen.values())
+    # Whoever has told how it was, and dies then, was not killed at work.
+    is_due = kind == "worker" or dead == [rank]
+    has_killed = is_due and any(one.has_killed for one in seen.values())
     told = {number: one.error for number, one in seen.items()}
     tally["rounds"] += 1
     tally[f"{kind} killed" if has_killed else "nobody killed"] += 1
     tally["raised"] += any(told.values())
-    assert dead == ([rank] if has_killed and kind == "rank" else [])
+    assert dead == ([rank] if has_killed and kind == "rank" else []), outcomes
     # Who has made all its saves before owes no error. Of a worker that dies between two saves, and
     # is replaced, nobody is told; else all are, or none.
     assert dead or len({error is None for error in told.values()}) == 1, told

@@ -753,11 +753,26 @@ def test_chunks_that_overlap_in_the_index_are_corruption(tmp_path: Path) -> None
     save({"x": [first, second]}, tmp_path / "c")
 
     def overlap(index: dict[str, Any]) -> None:
-        index["tensors"]["x"]["chunks"][1] = index["tensors"]["x"]["chunks"][0]
+        chunks = index["tensors"]["x"]["chunks"]
+        chunks[1][0] = chunks[0][0]
 
     edit_index(tmp_path / "c", overlap)
 
     with pytest.raises(CorruptedCheckpointError, match=r"overlap in x"):
+        load_plain_tensors(tmp_path / "c")
+
+
+def test_chunks_that_share_bytes_are_corruption(tmp_path: Path) -> None:
+    """Few bytes of a file could be any number of tensors."""
+    save({"x": [box(0, 2, 4), box(2, 2, 4)]}, tmp_path / "c")
+
+    def share(index: dict[str, Any]) -> None:
+        chunks = index["tensors"]["x"]["chunks"]
+        chunks[1][2:] = chunks[0][2:]
+
+    edit_index(tmp_path / "c", share)
+
+    with pytest.raises(CorruptedCheckpointError, match=r"'x' and 'x' share bytes of"):
         load_plain_tensors(tmp_path / "c")
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from dist_ckpt._engine.owners import forget_owner, record_of, record_owner
 from dist_ckpt.errors import StorageError
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.local import fsync_directory, make_directory, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -41,7 +41,6 @@ __all__ = [
     "forget_aside",
     "forget_trash",
     "locate",
-    "make_directory",
     "put_back",
     "remove_tree",
 ]
@@ -84,10 +83,10 @@ class Attempt:
         checkpoint_id = uuid.uuid4().hex
         directory = parent / f"{attempt_prefix(target)}{checkpoint_id[:12]}{ATTEMPT_SUFFIX}"
         with storage_errors("create", target.parent):
-            _make_durably(target.parent)
+            make_directory(target.parent)
             _recover(target)
         with storage_errors("create", directory):
-            _make_durably(parent)
+            make_directory(parent)
             try:
                 record_owner(directory)
                 directory.mkdir()
@@ -213,24 +212,6 @@ def _is_left(directory: Path, parent: Path) -> bool:
     return any(
         (one / f"{directory.stem}{suffix}").exists() for one in places for suffix in suffixes
     )
-
-
-def make_directory(directory: Path) -> None:
-    """Make a directory and its missing parents, each name durable; nothing if it is there.
-
-    Raises:
-        StorageError: It cannot be made.
-    """
-    with storage_errors("create", directory):
-        _make_durably(directory)
-
-
-def _make_durably(directory: Path) -> None:
-    """Make a directory and its missing parents, and sync each name that is new."""
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for one in missing:
-        fsync_directory(one.parent)
 
 
 def asides_of(target: Path) -> list[Path]:

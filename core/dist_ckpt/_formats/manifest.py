@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dist_ckpt._checksums import ALGORITHM, BLOCK_NBYTES, FileSum, sum_of
 from dist_ckpt._sealing import sealed, unsealed
 from dist_ckpt.core import CONFIG_FNAME
-from dist_ckpt.errors import CorruptedCheckpointError
+from dist_ckpt.errors import CorruptedCheckpointError, UnknownStrategyError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 
@@ -141,21 +141,29 @@ def read_manifest(directory: Path) -> Manifest:
     Raises:
         CheckpointNotFoundError: There is none.
         CorruptedCheckpointError: It is not what we write.
+        UnknownStrategyError: A newer release wrote it.
     """
     where = str(directory / MANIFEST_FILE)
     data = open_store(directory).read(MANIFEST_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
     document = unsealed(data, where=where)
     try:
-        return _manifest(document)
+        return _manifest(document, where)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptedCheckpointError(
             f"{where}: not a manifest of ours ({type(error).__name__}: {error})."
         ) from error
 
 
-def _manifest(document: Mapping[str, Any]) -> Manifest:
-    if document["format"] != "dist_ckpt" or document["version"] != MANIFEST_VERSION:
-        raise ValueError(f"version {document['version']!r}, this release reads {MANIFEST_VERSION}")
+def _manifest(document: Mapping[str, Any], where: str) -> Manifest:
+    version = document["version"]
+    if document["format"] != "dist_ckpt" or type(version) is not int or version < MANIFEST_VERSION:
+        raise ValueError(f"version {version!r}, this release reads {MANIFEST_VERSION}")
+    if version > MANIFEST_VERSION:
+        # Nothing is damaged: it must not be set aside.
+        raise UnknownStrategyError(
+            f"{where}: manifest version {version}; this release reads {MANIFEST_VERSION}.",
+            hint="upgrade dist-ckpt.",
+        )
     expected = {"algorithm": ALGORITHM, "block_nbytes": BLOCK_NBYTES}
     if document["checksum"] != expected:
         raise ValueError(f"checksums {document['checksum']!r}, expected {expected!r}")

@@ -148,7 +148,7 @@ def _read_own(
     directory: Path, store: Store, manifest: Manifest, config: CheckpointingConfig
 ) -> CheckpointContents:
     check_files(directory, manifest)
-    store = VerifiedStore(store, manifest.files)
+    store = VerifiedStore(store, manifest.files, directory)
     # The marker was read before the manifest, which knows what it must be.
     check_data(str(directory / CONFIG_FNAME), config.to_json(), manifest.files[CONFIG_FNAME])
     backend = (config.sharded_backend, config.sharded_backend_version)

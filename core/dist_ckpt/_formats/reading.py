@@ -46,7 +46,7 @@ def read_into(
     for one in destinations:
         chunks = index.tensors[one.key].chunks
         (arrays if chunks and chunks[0].encoding in _ZARR else others).append(one)
-    store = VerifiedStore(open_store(directory), files)
+    store = VerifiedStore(open_store(directory), files, directory)
     nbytes = read_from_files(others, index, store, thread_count=thread_count)
     if arrays:
         from dist_ckpt._formats.zarr.read import read_into as read_from_arrays  # noqa: PLC0415

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from heapq import heapreplace
 from typing import TYPE_CHECKING
 
 from dist_ckpt._checksums import BLOCK_NBYTES, FileSum, digest
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
     from dist_ckpt._formats.manifest import Manifest
     from dist_ckpt.storage import FileWriter, Store
 
-__all__ = ["VerifiedStore", "check_data", "check_files", "verify_files", "verify_whole"]
+__all__ = [
+    "VerifiedStore",
+    "check_data",
+    "check_files",
+    "shared_out",
+    "verify_files",
+    "verify_whole",
+]
 
 _CACHED_BLOCKS = 32
 """Blocks that are kept for the next read: neighbours share them, and threads read in file order."""
@@ -40,14 +48,17 @@ class VerifiedStore:
     Args:
         store: Has the files.
         files: Their checksums; files that are not among them are read as they are.
+        root: Where the files are, for messages.
 
     A wrong block may have been read straight into the caller's memory: it is overwritten with ones
     (no numbers, in a tensor of floats) before the error is raised.
     """
 
-    def __init__(self, store: Store, files: Mapping[str, FileSum]) -> None:
+    def __init__(
+        self, store: Store, files: Mapping[str, FileSum], root: Path | None = None
+    ) -> None:
         """Remember what is to be compared with what."""
-        self._store, self._files = store, files
+        self._store, self._files, self._root = store, files, root
         self._lock = threading.Lock()
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._whole: set[str] = set()
@@ -66,10 +77,14 @@ class VerifiedStore:
         for extent in extents:
             self._fill(name, found, extent.position, memoryview(extent.buffer))
 
+    def _told(self, name: str) -> str:
+        return name if self._root is None else str(self._root / name)
+
     def _fill(self, name: str, found: FileSum, position: int, view: memoryview) -> None:
         if position + view.nbytes > found.nbytes:
             raise CorruptedCheckpointError(
-                f"{name}: bytes {position} to {position + view.nbytes} of a file of {found.nbytes}."
+                f"{self._told(name)}: bytes {position} to {position + view.nbytes} of a file of "
+                f"{found.nbytes}."
             )
         done = 0
         while done < view.nbytes:
@@ -91,7 +106,7 @@ class VerifiedStore:
         self._store.read_ranges(name, [Extent(number * BLOCK_NBYTES, view)])
         for at in range(0, view.nbytes, BLOCK_NBYTES):
             block = view[at : at + BLOCK_NBYTES]
-            problem = _problem(name, found, number, block)
+            problem = _problem(self._told(name), found, number, block)
             if problem:
                 block[:] = _POISON[: block.nbytes]
                 raise CorruptedCheckpointError(f"{problem}.", hint=_HINT)
@@ -106,7 +121,7 @@ class VerifiedStore:
         start, nbytes = found.extent(number)
         buffer = bytearray(nbytes)
         self._store.read_ranges(name, [Extent(start, memoryview(buffer))])
-        problem = _problem(name, found, number, buffer)
+        problem = _problem(self._told(name), found, number, buffer)
         if problem:
             raise CorruptedCheckpointError(f"{problem}.", hint=_HINT)
         block = bytes(buffer)
@@ -128,14 +143,15 @@ class VerifiedStore:
                 return
         problem = verify_whole(self._store, name, found)
         if problem:
-            raise CorruptedCheckpointError(f"{problem}.", hint=_HINT)
+            told = problem if self._root is None else f"{self._root}: {problem}"
+            raise CorruptedCheckpointError(f"{told}.", hint=_HINT)
         with self._lock:
             self._whole.add(name)
 
     def read(self, name: str, *, max_nbytes: int) -> bytes:
         """Return a whole small file, compared."""
         data = self._store.read(name, max_nbytes=max_nbytes)
-        check_data(name, data, self._files.get(name))
+        check_data(self._told(name), data, self._files.get(name))
         return data
 
     # -- what needs no comparing
@@ -249,25 +265,28 @@ def _bad_blocks(store: Store, name: str, found: FileSum) -> Iterator[str]:
                 yield problem
 
 
-def verify_files(
-    store: Store,
-    files: Mapping[str, FileSum],
-    names: Sequence[str] | None = None,
-    *,
-    thread_count: int,
-) -> list[str]:
+def shared_out(files: Mapping[str, FileSum], size: int) -> list[dict[str, FileSum]]:
+    """Give each of ``size`` ranks about as many bytes to look through as the others."""
+    shares: list[dict[str, FileSum]] = [{} for _ in range(size)]
+    loads = [(0, rank) for rank in range(size)]
+    for name, one in sorted(files.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        nbytes, rank = loads[0]
+        shares[rank][name] = one
+        heapreplace(loads, (nbytes + one.nbytes, rank))
+    return shares
+
+
+def verify_files(store: Store, files: Mapping[str, FileSum], *, thread_count: int) -> list[str]:
     """Look through files byte by byte; return what is wrong, one line a file.
 
     Args:
         store: The checkpoint.
-        files: Those of its manifest.
-        names: Which of them; all if None.
+        files: Some of its manifest, or all.
         thread_count: Files at a time.
 
     Raises:
         StorageError: A file cannot be read.
     """
-    chosen = list(files) if names is None else list(names)
 
     def job(name: str) -> Callable[[Callable[[], None]], str | None]:
         def run(check: Callable[[], None]) -> str | None:
@@ -276,6 +295,6 @@ def verify_files(
 
         return run
 
-    jobs = [job(name) for name in chosen]
+    jobs = [job(name) for name in files]
     found = run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-verify")
     return [problem for problem in found if problem]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt.storage.base import Extent
 
-__all__ = ["LocalStore", "fsync_directory", "hint_of_errno", "storage_errors"]
+__all__ = ["LocalStore", "fsync_directory", "hint_of_errno", "make_directory", "storage_errors"]
 
 _MAX_IO_NBYTES = 1 << 30
 """read(2) and write(2) move at most 0x7ffff000 bytes a call on Linux; stay below it."""
@@ -252,6 +252,19 @@ def fsync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and its missing parents, each name durable; nothing if it is there.
+
+    Raises:
+        StorageError: It cannot be made.
+    """
+    with storage_errors("create", directory):
+        missing = [one for one in (directory, *directory.parents) if not one.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        for one in missing:
+            fsync_directory(one.parent)
 
 
 _HINTS = {
