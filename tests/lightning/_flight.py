@@ -142,11 +142,11 @@ class Gate(At):
 
 def copy_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let overlapped copies begin when somebody waits for them, the latest moment there is."""
-    begun: dict[int, threading.Event] = {}
+    begun: dict[int, tuple[Any, threading.Event]] = {}  # with its owner: ids are used again
     work, wait, abandon = CopyTask.work, CopyTask.wait, CopyTask.abandon
 
     def of(task: CopyTask) -> threading.Event:
-        return begun.setdefault(id(task._jobs), threading.Event())
+        return begun.setdefault(id(task._jobs), (task._jobs, threading.Event()))[1]
 
     def late_work(task: CopyTask) -> None:
         if task._watched:  # else somebody waits already

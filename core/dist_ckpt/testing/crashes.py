@@ -13,7 +13,7 @@ done, so that the check knows what must be there::
     mark("saved 1")
 
     # the test
-    recording = record(Path("script.py"), folder, root=folder)
+    recording = record(Path("script.py"), str(folder), root=folder)
     report = explore(recording, check, scratch=tmp_path / "states")
     assert not report.problems
 """
