@@ -107,8 +107,8 @@ def others(trainer: Any, tried: Sequence[Path]) -> list[Path]:
     What does not tell its steps, as it is damaged, comes before all; if one that is sound does not
     tell them either, the time of its commit decides among all of them.
     """
-    known = {path.resolve() for path in tried}
-    found = [path for _, path in _named(trainer) if path.resolve() not in known]
+    known = {os.path.realpath(path) for path in tried}  # resolve() refuses a link to itself
+    found = [path for _, path in _named(trainer) if os.path.realpath(path) not in known]
     steps: dict[Path, float | None] = {}
     for path in _each_once(sorted(found, key=Path.is_symlink)):  # a link, if it has no other name
         try:
@@ -167,8 +167,10 @@ def _between_renames(folder: Path) -> list[Path]:
 def _told(note: Path, key: str) -> str:
     """Return a name that stands in a small JSON file; none that leads elsewhere."""
     try:
+        if not note.is_file():
+            raise FileNotFoundError(note)  # a pipe would be waited for
         return Path(str(json.loads(note.read_bytes())[key])).name
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         logger.warning("%s: not readable", note)
         return ""
 

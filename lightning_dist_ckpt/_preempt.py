@@ -49,6 +49,10 @@ class StopHooks:
 
     stop: ClassVar[type[SystemExit]]
 
+    def on_sanity_check_start(self, trainer: Any, *_: Any) -> None:
+        """Handle the signal from now on, if there is such a check."""
+        self.on_train_start(trainer)
+
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         """Handle the signal from now on."""
         found = _preemption(trainer)
@@ -87,7 +91,7 @@ class Preemption:
     """
 
     def __init__(self, trainer: Any, io: DistCkptIO, stopper: Any) -> None:
-        """Install nothing yet: until batches are trained there is nothing to save."""
+        """Install nothing yet: Lightning's handlers come after callbacks are set up."""
         self._trainer, self._io, self._stopper = trainer, io, stopper
         self._guard: PreemptionGuard | None = None
         trainer.callbacks = [*trainer.callbacks, stopper]
@@ -103,6 +107,9 @@ class Preemption:
             signal.signal(signal.SIGTERM, before)
         guard = PreemptionGuard(grace_secs=self._io.config.grace_secs, ends_process=True)
         self._guard = guard.install()
+        if connector.received_sigterm:  # since Lightning's handlers are there; it would not save
+            connector.received_sigterm = False
+            guard.request()
 
     def close(self) -> None:
         """Put handlers, plugin and callbacks back; again does nothing."""

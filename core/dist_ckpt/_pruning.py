@@ -111,7 +111,7 @@ def info_document(step: int, metrics: Mapping[str, float]) -> bytes:
     """
     try:
         numbers = {str(name): repr(float(value)) for name, value in metrics.items()}
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ConfigError(f"metrics are numbers by name, found {metrics!r}.") from error
     return sealed(
         {

@@ -28,6 +28,7 @@ from dist_ckpt._publishing import all_files, check_target, publish
 from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError, StorageError
 from dist_ckpt.storage import open_store
+from dist_ckpt.storage.local import is_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -333,7 +334,7 @@ def write_part(
     directory, fmt, common = assignment.directory, prepared.request.format, prepared.request.common
     if not assignment.work and not fmt.is_collective and (common is None or rank != 0):
         return Written(files={})
-    if not directory.is_dir():
+    if not is_directory(directory):
         raise StorageError(
             f"{directory} was made by rank 0 but is not there for rank {rank}.",
             hint="the checkpoint directory must be on a file system that all ranks share.",

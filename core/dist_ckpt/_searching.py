@@ -39,6 +39,7 @@ from dist_ckpt.errors import (
     UnsafeContentError,
 )
 from dist_ckpt.storage import open_store
+from dist_ckpt.storage.local import is_directory, storage_errors
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def open_closely(path: Path, level: VerifyLevel, size: int, options: LoadOptions
     opened = Opened(contents, ({},) * size)
     # Not all of them are needed to open it.
     documents = {name: one for name, one in contents.files.items() if _is_document(name)}
-    judge(opened, [look_through(contents.directory, documents, options)])
+    judge(opened, [look_through(contents.directory, documents, options)], options)
     return opened
 
 
@@ -144,8 +145,11 @@ def look_through(directory: Path, share: Share, options: LoadOptions) -> Finding
     return Findings(tuple(problems), tuple(unreadable))
 
 
-def judge(opened: Opened, found: Sequence[Findings]) -> None:
+def judge(opened: Opened, found: Sequence[Findings], options: LoadOptions) -> None:
     """Raise what the findings of all ranks amount to. Rank 0.
+
+    Damage is what rank 0 finds too: a rank that sees another file system, or an old picture of this
+    one, says nothing of the checkpoint.
 
     Raises:
         CheckpointNotFoundError: It was replaced or removed meanwhile: they are of no checkpoint.
@@ -155,8 +159,15 @@ def judge(opened: Opened, found: Sequence[Findings]) -> None:
     where = opened.contents.directory
     problems = [problem for one in found for problem in one.problems]
     unreadable = [f"rank {rank}: {s}" for rank, one in enumerate(found) for s in one.unreadable]
+    blind = _blind_rank(opened, found, options) if problems else None
     if opened.contents.checkpoint_id:
         check_unchanged(opened.contents)
+    if blind is not None:
+        raise StorageError(
+            f"{where}: rank {blind} does not find what rank 0 finds: "
+            f"{shortened(found[blind].problems)}.",
+            hint="all ranks must see the same files: is the file system mounted there?",
+        )
     if problems:
         raise CorruptedCheckpointError(
             f"{where}: {shortened([*problems, *unreadable])}.", hint="use another checkpoint."
@@ -164,6 +175,16 @@ def judge(opened: Opened, found: Sequence[Findings]) -> None:
     if unreadable:
         cause = OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(where))
         raise StorageError(f"{where}: {shortened(unreadable)}") from cause
+
+
+def _blind_rank(opened: Opened, found: Sequence[Findings], options: LoadOptions) -> int | None:
+    """Return a rank that found damage where rank 0, which looks once more, finds none."""
+    for rank, one in enumerate(found):
+        if rank and one.problems:
+            again = look_through(opened.contents.directory, opened.shares[rank], options)
+            if again == Findings():
+                return rank
+    return None
 
 
 def _is_broken_disk(error: BaseException | None) -> bool:
@@ -221,7 +242,7 @@ class Search:
         opened, path = self.opened, self.current
         if opened is not None and path is not None:
             self.opened = None
-            if self._survives(path, lambda: judge(opened, findings)):
+            if self._survives(path, lambda: judge(opened, findings, self.options)):
                 return self._end(path)
         while self.todo:
             path = self.current = self.todo.pop(0)
@@ -317,7 +338,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     """Return which directory bears a name; None if none does, or if it is a link."""
     try:
         found = os.lstat(locate(path))
-    except OSError:
+    except (OSError, StorageError):
         return None
     return found.st_dev, found.st_ino
 
@@ -333,19 +354,23 @@ def checkpoint_names(folder: Path) -> set[str]:
     Raises:
         StorageError: The folder is there and cannot be listed.
     """
-    try:
-        entries = sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
+    if not is_directory(folder):
         return set()
-    except OSError as error:
-        raise StorageError(f"cannot list {folder}: {error}") from error
-    names = {entry.name for entry in entries if _may_be_checkpoint(entry)}
-    return names | {name for entry in entries if (name := _name_of_aside(entry))}
+    with storage_errors("list", folder):
+        entries = sorted(folder.iterdir())
+        names = {entry.name for entry in entries if _may_be_checkpoint(entry)}
+        return names | {name for entry in entries if (name := _name_of_aside(entry))}
 
 
 def _may_be_checkpoint(entry: Path) -> bool:
-    if entry.name.startswith(".") or not entry.is_dir():
+    if entry.name.startswith("."):
         return False
+    try:
+        if not is_directory(entry):
+            return False
+    except StorageError as error:
+        logger.debug("%s may be a checkpoint: %s", entry, error)
+        return True  # to be reported, not overlooked
     # A link to another name in this folder would only be looked at twice.
     return not entry.is_symlink() or entry.resolve().parent != entry.parent.resolve()
 

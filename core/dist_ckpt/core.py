@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from dist_ckpt._sealing import parse_document
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.local import fsync_directory, is_directory, storage_errors
 
 if TYPE_CHECKING:
     from dist_ckpt.types import PathLike
@@ -78,7 +78,7 @@ def maybe_load_config(checkpoint_dir: PathLike) -> CheckpointingConfig | None:
         return None
     directory = Path(checkpoint_dir)
     store = open_store(directory)
-    if not directory.is_dir() or store.nbytes(CONFIG_FNAME) is None:
+    if not is_directory(directory) or store.nbytes(CONFIG_FNAME) is None:
         return None
     data = store.read(CONFIG_FNAME, max_nbytes=_MAX_NBYTES)
     try:

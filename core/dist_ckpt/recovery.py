@@ -101,7 +101,7 @@ def verify_checkpoint(
     comm.map_reduce(
         f"verifying {target}",
         lambda: _reported(level, step, options),
-        lambda found: judge(opened[0], found),
+        lambda found: judge(opened[0], found, options),
     )
 
 

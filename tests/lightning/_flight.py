@@ -74,6 +74,9 @@ class At(Callback):
         if name in self.hooks:
             self.hooks[name](trainer)
 
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self._do("train_start", trainer)
+
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         self._do("batch_start", trainer)
 

@@ -97,6 +97,15 @@ def test_a_link_that_leads_to_nothing_is_no_fresh_start(tmp_path: Path) -> None:
     assert (tmp_path / "last.ckpt").resolve() == tmp_path / "step=12.ckpt"
 
 
+def test_a_link_to_itself_is_no_fresh_start(tmp_path: Path) -> None:
+    """It leads to nothing, as any other that is broken."""
+    train(tmp_path)
+    (tmp_path / "last.ckpt").unlink()
+    (tmp_path / "last.ckpt").symlink_to("last.ckpt")
+
+    assert resume(tmp_path).ckpt_path == str(tmp_path / "step=9.ckpt")
+
+
 def test_a_link_to_nothing_and_nothing_else_is_an_error(tmp_path: Path) -> None:
     """There was something, and it is gone: that is for the user to decide."""
     train(tmp_path)
@@ -170,6 +179,23 @@ def test_a_crash_between_two_renames(tmp_path: Path) -> None:
 
     assert resume(tmp_path, save_last=True).ckpt_path == str(last)
     assert not list(tmp_path.glob(".*.previous"))
+
+
+@pytest.mark.parametrize(
+    "note", [".dist-ckpt-a.previous/manifest.json", ".dist-ckpt-a.damaged/damaged.json"]
+)
+@pytest.mark.parametrize("kind", ["deep", "pipe"])
+def test_notes_that_cannot_be_read(tmp_path: Path, note: str, kind: str) -> None:
+    """What lies beside the checkpoints is no reason not to find them."""
+    train(tmp_path)
+    (tmp_path / note).parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(tmp_path / note)
+    else:
+        (tmp_path / note).write_text("[" * 100_000)
+    (tmp_path / "last.ckpt").unlink()
+
+    assert resume(tmp_path).ckpt_path == str(tmp_path / "step=9.ckpt")
 
 
 def test_nothing_to_resume_from_is_a_fresh_start(tmp_path: Path) -> None:

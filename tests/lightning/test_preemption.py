@@ -115,6 +115,18 @@ KEEPERS = {
 }
 
 
+@pytest.mark.parametrize("hook", ["validation_start", "train_start"])
+def test_a_signal_before_the_first_batch(tmp_path: Path, hook: str) -> None:
+    """Whether ours or Lightning's handler has it, there is one batch, a save, and an exit code."""
+    told = At(**{hook: lambda _: to_self()})
+    trainer = trainer_of(
+        "single", tmp_path, told, ModelCheckpoint(tmp_path), num_sanity_val_steps=1
+    )
+
+    assert fit_until_told(trainer, val_dataloaders=Stream()) == 1
+    assert is_checkpoint(tmp_path / "last.ckpt")
+
+
 # -- where it saves, and that the next run goes on there -------------------------------------------
 
 

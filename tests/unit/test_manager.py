@@ -474,6 +474,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, saver: Any) -> None:
     manager = CheckpointManager(tmp_path / "run")
     bad: list[Mapping[str, Any]] = [
         {"step": -1}, {"step": True}, {"step": "1"}, {"metrics": {"loss": "low"}}, {"metrics": 3},
+        {"metrics": {"loss": 10**400}},
     ]  # fmt: skip
     for one in bad:
         with pytest.raises(ConfigError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from dist_ckpt.recovery import (
 from dist_ckpt.storage.local import LocalStore
 from dist_ckpt.testing.world import ThreadWorld
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 BACKENDS = pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
 
 
@@ -187,9 +189,7 @@ def test_one_replaced_meanwhile_is_not_called_damaged(
 @pytest.mark.parametrize("golden", ["mcore-main-torch_dist", "mcore-0.5.0-zarr"])
 def test_checkpoints_of_others_only_open(golden: str) -> None:
     """They have no checksums."""
-    (path,) = (
-        one.parent for one in (Path(__file__).parents[1] / "golden" / golden).rglob("metadata.json")
-    )
+    (path,) = (one.parent for one in (GOLDEN / golden).rglob("metadata.json"))
 
     verify_checkpoint(path)
     assert newest_good(lambda: [path]) == path
@@ -394,6 +394,55 @@ def test_a_broken_disk_under_a_document(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(LocalStore, "read", bad_sector)
 
     assert latest(tmp_path) == tmp_path / "step_1"
+    assert names(tmp_path) == ["step_1", "step_2"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_one_that_cannot_be_looked_at_is_not_overlooked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """EIO on the directory itself is a broken disk, anything else an error of ours."""
+    saved(tmp_path / "step_1", 1.0)
+    saved(tmp_path / "step_2", 2.0)
+    original = os.stat
+
+    def bad_inode(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if path == tmp_path / "step_2":
+            raise OSError(code, os.strerror(code), str(path))
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", bad_inode)
+
+    if code == errno.EIO:
+        assert latest(tmp_path) == tmp_path / "step_1"
+        assert "step_2 is unreadable" in caplog.text
+    else:
+        with pytest.raises(StorageError, match=errno.errorcode[code]):
+            latest(tmp_path)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["step_1", "step_2"]
+
+
+def test_a_rank_that_does_not_see_the_files_makes_nothing_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its mount is away. An older checkpoint without checksums would win, the good one be moved."""
+    marker = next((GOLDEN / "mcore-main-torch_dist").rglob("metadata.json"))
+    shutil.copytree(marker.parent, tmp_path / "step_1")
+    saved(tmp_path / "step_2", 2.0)
+    original = _searching.verify_files
+
+    def seen(store: Any, share: Any, **kwargs: Any) -> list[str]:
+        if threading.current_thread().name == "rank-1":
+            return [f"{name} is missing" for name in share]
+        return original(store, share, **kwargs)
+
+    monkeypatch.setattr(_searching, "verify_files", seen)
+
+    for look in (latest, lambda _, **kwargs: verify_checkpoint(tmp_path / "step_2", **kwargs)):
+        errors = ThreadWorld(2).errors(lambda comm, look=look: look(tmp_path, communicator=comm))  # type: ignore[misc,operator]
+        assert [type(one) for one in errors.values()] == [StorageError] * 2
+        assert "rank 1 does not find what rank 0 finds" in str(errors[0])
     assert names(tmp_path) == ["step_1", "step_2"]
 
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from dist_ckpt import LoadOptions, ShardedObject, ShardedTensor, load, save
+from dist_ckpt._formats import removal
 from dist_ckpt.core import CheckpointingConfig, maybe_load_config, save_config
 from dist_ckpt.errors import (
     CheckpointingException,
     CheckpointNotFoundError,
     ConfigError,
+    CorruptedCheckpointError,
     MismatchError,
     StorageError,
     UnknownStrategyError,
@@ -535,6 +537,47 @@ def test_files_of_their_own_are_deleted(tmp_path: Path) -> None:
     assert hinted
     assert [file.name for file in path.iterdir() if "optim." in file.name] == []
     assert load(request_of("model"), path)["model"].tolist() == list(range(6))
+
+
+@by_format
+def test_one_that_is_saved_again_while_tensors_are_removed_stays(
+    tmp_path: Path, fmt: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of one save over the files of another would replace the good one."""
+    path = tmp_path / "c"
+    save(with_optimizer(), path, fmt)
+    original = removal.Attempt.begin
+
+    def after_a_save(*args: Any) -> Any:
+        monkeypatch.undo()
+        save(request_of("model") | {"model": with_optimizer()["model"], "step": 8}, path, fmt)
+        return original(*args)
+
+    monkeypatch.setattr(removal.Attempt, "begin", after_a_save)
+
+    with pytest.raises(CheckpointNotFoundError, match="was replaced"):
+        remove_sharded_tensors(path, "optim.")
+
+    assert load(request_of("model"), path)["step"] == 8
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("fmt", "name"), [(("torch_dist", 1), ".metadata"), (("zarr", 2), "index.json")]
+)
+def test_damage_gets_no_new_checksum(tmp_path: Path, fmt: tuple[str, int], name: str) -> None:
+    """What is written anew was compared: else a flipped offset would verify from then on."""
+    path = tmp_path / "c"
+    save(with_optimizer(), path, fmt)
+    good = (path / name).read_bytes()
+    for position in range(0, len(good), 7):
+        (path / name).write_bytes(
+            good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :]
+        )
+        with pytest.raises(CorruptedCheckpointError):
+            remove_sharded_tensors(path, "optim.")
+    (path / name).write_bytes(good)
+    remove_sharded_tensors(path, "optim.")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

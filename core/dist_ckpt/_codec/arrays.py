@@ -101,6 +101,8 @@ def load_typed_array(payload: list[Any]) -> array.array[Any]:
     code, name, raw = payload
     if code in ("u", "w") or np.dtype(code) != load_dtype(name):
         raise ValueError(f"no array of {code!r} as {name!r} here")
+    if type(raw) is not bytes:  # a range of any length would be gone through
+        raise ValueError("the data of an array is no bytes")
     return array.array(code, raw)
 
 

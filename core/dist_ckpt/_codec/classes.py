@@ -135,6 +135,7 @@ def is_named_tuple(cls: type) -> bool:
     fields = getattr(cls, "_fields", None)
     return (
         cls.__bases__ == (tuple,)
+        and cls.__dictoffset__ == 0  # nothing but its items
         and type(fields) is tuple
         and all(type(name) is str for name in fields)
     )

@@ -39,6 +39,9 @@ _MALFORMED: Final = (
 )
 
 
+_MOST_OF_A_HASH: Final = 100
+
+
 def decode(
     document: object,
     tensors: Sequence[torch.Tensor],
@@ -157,7 +160,12 @@ class Decoder:
             return collections.defaultdict(
                 None if factory is None else FACTORIES[factory], self._pairs(pairs)
             )
-        special = {"$tensor": self._tensor, "$pickle": self._unpickle, "$own": self._own_value}
+        special = {
+            "$tensor": self._tensor,
+            "$pickle": self._unpickle,
+            "$own": self._own_value,
+            "$attributes": self._with_attributes,
+        }
         if tag in special:
             return special[tag](payload)
         rule = BY_TAG.get(tag)
@@ -168,6 +176,8 @@ class Decoder:
             self._corrupted(
                 f"malformed {tag!r}: expected {rule.payload.__name__}, found {type(inner).__name__}"
             )
+        if rule.cls in {set, frozenset} and isinstance(inner, list):
+            _check_hashes(inner)
         value = rule.load(inner)
         if isinstance(value, ForeignValue) and tag != "$foreign":
             self.not_imported.add(value.type_name)
@@ -196,12 +206,22 @@ class Decoder:
         if type(payload) is not list:
             raise TypeError(f"expected a list of pairs, found {type(payload).__name__}")
         items: dict[Any, Any] = {}
-        for position, (key_document, document) in enumerate(payload):
-            key = self._child(position, key_document)
+        keys = [self._child(position, key) for position, (key, _) in enumerate(payload)]
+        _check_hashes(keys)
+        for key, (_, document) in zip(keys, payload, strict=True):
             if key in items:
                 raise ValueError(f"key {reprlib.repr(key)} stands there twice")
             items[key] = self._child(key, document)
         return items
+
+    def _with_attributes(self, payload: Any) -> Any:
+        value, attributes = self.value(payload)
+        if type(value) not in {collections.OrderedDict, collections.Counter}:
+            raise TypeError(f"attributes of a {type(value).__name__}")
+        if type(attributes) is not dict or not all(type(name) is str for name in attributes):
+            raise TypeError("expected attributes by their names")
+        vars(value).update(attributes)
+        return value
 
     def _tensor(self, number: Any) -> torch.Tensor:
         if type(number) is not int or not 0 <= number < len(self._tensors):
@@ -220,6 +240,17 @@ class Decoder:
                 f"{self._prefix}{path}: cannot unpickle a {name}: {error!r}.",
                 hint="the module that defines the class must be importable, in the same version.",
             ) from error
+
+
+def _check_hashes(values: Sequence[Any]) -> None:
+    """Raise if many values share a hash: to make a table of them takes the square of their number.
+
+    Hashes of numbers are no secret.
+    """
+    if len(values) > _MOST_OF_A_HASH:
+        ((_, most),) = collections.Counter(map(hash, values)).most_common(1)
+        if most > _MOST_OF_A_HASH:
+            raise ValueError(f"{most} keys or items have the same hash")
 
 
 def _counter(items: dict[Any, Any]) -> collections.Counter[Any]:

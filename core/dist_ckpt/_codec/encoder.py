@@ -117,12 +117,12 @@ class Encoder:
         if (one := self._own.of_class(type(value))) is not None:
             return self._own_value(value, one)
         if isinstance(value, dict) and (document := self._mapping(value)) is not None:
-            return document
+            # As of ``Module.state_dict()``.
+            attributes = getattr(value, "__dict__", None)
+            return {"$attributes": [document, self.value(attributes)]} if attributes else document
         if isinstance(value, torch.Tensor):
-            document = self._tensor(value)
-            if type(value) is torch.nn.Parameter:
-                return {"$parameter": [document, value.requires_grad]}
-            return document
+            document, is_parameter = self._tensor(value), type(value) is torch.nn.Parameter
+            return {"$parameter": [document, value.requires_grad]} if is_parameter else document
         return self._by_rule(value, rule_of(value))
 
     def _by_rule(self, value: object, rule: Rule | None) -> Any:

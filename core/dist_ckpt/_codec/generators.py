@@ -39,9 +39,13 @@ _MOST: Final[Mapping[tuple[str, str], int]] = MappingProxyType(
 )
 """Positions in a buffer, which numpy uses unchecked."""
 
+_PYTHON_STATE: Final = 3
+
 
 def load_python_generator(state: tuple[Any, ...]) -> random.Random:
     """Return a ``random.Random`` in ``state``."""
+    if len(state) != _PYTHON_STATE or type(state[1]) is not tuple:
+        raise ValueError("no state of random.Random")
     value = random.Random(0)  # noqa: S311 - no secret is made with it
     value.setstate(state)
     return value
@@ -73,10 +77,19 @@ def load_random_state(state: dict[str, Any]) -> np.random.RandomState:
     return value
 
 
+def _is_plain(value: object) -> bool:
+    """Whether numpy makes no more of it than it is: of a range, it makes an array of any size."""
+    if type(value) is list:
+        return all(type(one) is int for one in value)
+    return type(value) in (str, int, float, np.ndarray)
+
+
 def _bits(state: dict[str, Any]) -> np.random.BitGenerator:
     name = state["bit_generator"]
     value = _BIT_GENERATORS[name](0)
     for place in (state, state["state"]):
+        if not all(_is_plain(one) for one in place.values() if one is not state["state"]):
+            raise ValueError(f"no state of {name}")
         for field, most in ((f, most) for (kind, f), most in _MOST.items() if kind == name):
             if field in place and not (type(place[field]) is int and 0 <= place[field] <= most):
                 raise ValueError(f"{field} {place[field]!r} of {name}")

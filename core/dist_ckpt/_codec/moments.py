@@ -68,7 +68,7 @@ def load_zone(key: str) -> zoneinfo.ZoneInfo:
     """
     try:
         return zoneinfo.ZoneInfo(key)
-    except zoneinfo.ZoneInfoNotFoundError as error:
+    except (zoneinfo.ZoneInfoNotFoundError, OSError) as error:  # as a folder of zones
         raise ConfigError(
             f"time zone {key!r} is not known on this system.", hint="install `tzdata`."
         ) from error

@@ -128,7 +128,16 @@ def _load_foreign(payload: list[Any]) -> ForeignValue:
 
 def _load_deque(payload: list[Any]) -> collections.deque[Any]:
     maxlen, items = payload
+    if type(items) is not list:  # a range of any length would be gone through
+        raise TypeError("expected a list of items")
     return collections.deque(items, maxlen)
+
+
+def _load_fraction(payload: list[Any]) -> fractions.Fraction:
+    numerator, denominator = payload
+    if type(numerator) is not int or type(denominator) is not int:  # "1e999999999" is a number, too
+        raise TypeError("expected two integers")
+    return fractions.Fraction(numerator, denominator)
 
 
 def _load_attributes(cls: type[Any]) -> Callable[[dict[str, Any]], Any]:
@@ -189,7 +198,7 @@ _TABLE: Final = (
          lambda x: dt.timedelta(*x)),
     Rule("$decimal", decimal.Decimal, str, str, decimal.Decimal),
     Rule("$fraction", fractions.Fraction, list, lambda x: [x.numerator, x.denominator],
-         lambda x: fractions.Fraction(*x)),
+         _load_fraction),
     Rule("$uuid", uuid.UUID, str, str, uuid.UUID),
     Rule("$size", torch.Size, list, list, torch.Size),
     Rule("$dtype", torch.dtype, str, _torch_name, _load_of_torch(torch.dtype)),

@@ -25,7 +25,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from dist_ckpt._engine.owners import forget_owner, record_of, record_owner
 from dist_ckpt.errors import StorageError
-from dist_ckpt.storage.local import fsync_directory, make_directory, storage_errors
+from dist_ckpt.storage.local import (
+    fsync_directory,
+    is_directory,
+    make_directory,
+    storage_errors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -215,11 +220,16 @@ def _is_left(directory: Path, parent: Path) -> bool:
 
 
 def asides_of(target: Path) -> list[Path]:
-    """Return what crashed saves have left aside of a target, the newest last."""
+    """Return what crashed saves have left aside of a target, the newest last.
+
+    Raises:
+        StorageError: The folder cannot be listed.
+    """
     pattern = f"{attempt_prefix(target)}*{ASIDE_SUFFIX}"
-    if not target.parent.is_dir():
+    if not is_directory(target.parent):
         return []
-    return sorted(target.parent.glob(pattern), key=_mtime_ns)
+    with storage_errors("list", target.parent):
+        return sorted(target.parent.glob(pattern), key=_mtime_ns)
 
 
 def _mtime_ns(path: Path) -> int:
@@ -236,7 +246,7 @@ def put_back(target: Path) -> bool:
     """
     try:
         _recover(target)
-    except OSError as error:
+    except (OSError, StorageError) as error:
         logger.debug("%s stays aside: %s", target, error)
     return os.path.lexists(target)
 

@@ -151,7 +151,9 @@ def move_aside(path: Path, reason: str) -> Path:
         StorageError: It cannot be renamed.
     """
     found = locate(path)
-    if found.is_symlink() or not found.is_dir():
+    with storage_errors("set aside", found):
+        is_there = not found.is_symlink() and found.is_dir()
+    if not is_there:
         raise (CheckpointNotFoundError if not os.path.lexists(found) else StorageError)(
             f"cannot set {path} aside: it is no directory."
         )

@@ -18,6 +18,7 @@ from dist_ckpt.core import CONFIG_FNAME
 from dist_ckpt.errors import CorruptedCheckpointError, UnknownStrategyError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
+from dist_ckpt.storage.local import is_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -128,7 +129,7 @@ def files_of_checkpoint(directory: Path) -> frozenset[str]:
     Empty if no checkpoint of ours is committed there.
     """
     store = open_store(directory)
-    if not directory.is_dir() or store.nbytes(CONFIG_FNAME) is None:
+    if not is_directory(directory) or store.nbytes(CONFIG_FNAME) is None:
         return frozenset()
     if store.nbytes(MANIFEST_FILE) is None:
         return frozenset()

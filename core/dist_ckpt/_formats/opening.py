@@ -31,6 +31,7 @@ from dist_ckpt.errors import (
     IncompleteCheckpointError,
 )
 from dist_ckpt.storage import open_store
+from dist_ckpt.storage.local import is_directory
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def open_contents(directory: Path) -> CheckpointContents:
         IncompleteCheckpointError: One that was never committed.
         CorruptedCheckpointError: A document or a file is missing, cut short or unreadable.
     """
-    if not directory.is_dir():
+    if not is_directory(directory):
         what = "is a file" if directory.exists() else "does not exist"
         raise CheckpointNotFoundError(f"Checkpoint directory {directory} {what}.")
     store = open_store(directory)

@@ -17,11 +17,13 @@ from dist_ckpt._formats.documents import (
     MANIFEST_FILE,
     MAX_DOCUMENT_NBYTES,
     METADATA_FILE,
+    check_unchanged,
     files_of_checkpoint,
     read_manifest,
     write_documents,
 )
 from dist_ckpt._formats.opening import open_contents
+from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt._planning.index import CheckpointIndex
 from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
 from dist_ckpt.errors import CheckpointNotFoundError
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 
     from dist_ckpt._checksums import FileSum
     from dist_ckpt._formats.documents import CheckpointContents
-    from dist_ckpt.storage import Store
 
 __all__ = ["remove_tensors"]
 
@@ -50,7 +51,9 @@ def remove_tensors(directory: Path, key_prefix: str) -> None:
     At every instant the checkpoint is whole: with all of them, or with none.
 
     Raises:
-        CheckpointNotFoundError: No checkpoint of ours: those of others are left as they are.
+        CheckpointNotFoundError: No checkpoint of ours: those of others are left as they are. Or it
+            was replaced meanwhile.
+        CorruptedCheckpointError: A document is not as it was written.
     """
     contents = open_contents(directory)
     if not contents.checkpoint_id:
@@ -68,7 +71,12 @@ def remove_tensors(directory: Path, key_prefix: str) -> None:
         return
     attempt = Attempt.begin(directory, None)
     try:
-        _fill(attempt, contents, doomed)
+        try:
+            _fill(attempt, contents, doomed)
+        finally:
+            # What was read and linked is of one save only if that still stands there; and what was
+            # replaced meanwhile is no damage.
+            check_unchanged(contents)
         attempt.publish(old_files=files_of_checkpoint(attempt.target))
     except BaseException:
         attempt.abort()
@@ -78,8 +86,10 @@ def remove_tensors(directory: Path, key_prefix: str) -> None:
 def _fill(attempt: Attempt, contents: CheckpointContents, doomed: set[str]) -> None:
     """Make the new checkpoint in the attempt: links to the files that are still needed."""
     old = contents.directory
-    store, config = open_store(old), maybe_load_config(old)
-    assert config is not None  # noqa: S101 - the checkpoint was opened
+    # What is written anew gets new checksums: damage must not get them too.
+    store, config = VerifiedStore(open_store(old), contents.files, old), maybe_load_config(old)
+    if config is None:
+        raise CheckpointNotFoundError(f"{old} was removed while it was read.")
     documents = _documents(store, contents, doomed)
     kept = {k: t for k, t in contents.index.tensors.items() if k not in doomed}
     unneeded = {c.file for k in doomed for c in contents.index.tensors[k].chunks}
@@ -101,7 +111,9 @@ def _fill(attempt: Attempt, contents: CheckpointContents, doomed: set[str]) -> N
     write_documents(open_store(attempt.directory), documents, manifest, config)
 
 
-def _documents(store: Store, contents: CheckpointContents, doomed: set[str]) -> Mapping[str, bytes]:
+def _documents(
+    store: VerifiedStore, contents: CheckpointContents, doomed: set[str]
+) -> Mapping[str, bytes]:
     """Return the documents that tell of tensors, without the doomed ones."""
     kept = CheckpointIndex({k: t for k, t in contents.index.tensors.items() if k not in doomed})
     if contents.backend[0] == "zarr":
@@ -111,6 +123,7 @@ def _documents(store: Store, contents: CheckpointContents, doomed: set[str]) -> 
         return {INDEX_FILE: zarr_index_without(index, doomed)}
     from dist_ckpt._formats.torch_dist.trim import metadata_without  # noqa: PLC0415 - heavy
 
+    store.verify_whole(METADATA_FILE)
     return {
         INDEX_FILE: kept.to_json(),
         METADATA_FILE: metadata_without(contents.directory / METADATA_FILE, doomed),

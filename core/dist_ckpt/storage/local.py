@@ -32,7 +32,14 @@ if TYPE_CHECKING:
 
     from dist_ckpt.storage.base import Extent
 
-__all__ = ["LocalStore", "fsync_directory", "hint_of_errno", "make_directory", "storage_errors"]
+__all__ = [
+    "LocalStore",
+    "fsync_directory",
+    "hint_of_errno",
+    "is_directory",
+    "make_directory",
+    "storage_errors",
+]
 
 _MAX_IO_NBYTES = 1 << 30
 """read(2) and write(2) move at most 0x7ffff000 bytes a call on Linux; stay below it."""
@@ -252,6 +259,23 @@ def fsync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a directory is there, or a link to one.
+
+    Raises:
+        StorageError: That cannot be told: it is not taken for "no".
+    """
+    with storage_errors("look at", path):
+        try:
+            return stat.S_ISDIR(path.stat().st_mode)
+        except ValueError:  # no name that a file can have
+            return False
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return False
+            raise
 
 
 def make_directory(directory: Path) -> None:
