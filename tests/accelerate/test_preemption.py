@@ -93,10 +93,11 @@ def saved_in(folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _handler_is_back() -> Any:
-    before = signal.getsignal(signal.SIGTERM)
+    before, others = signal.getsignal(signal.SIGTERM), set(threading.enumerate())
     yield
     assert signal.getsignal(signal.SIGTERM) == before
-    assert not [one for one in threading.enumerate() if one.name.startswith("dist_ckpt-")]
+    left = set(threading.enumerate()) - others
+    assert not [one for one in left if one.name.startswith("dist_ckpt-")]
 
 
 @pytest.fixture(scope="module")
