@@ -84,6 +84,18 @@ def test_holes_and_a_longer_end_are_summed_up_as_zeros(tmp_path: Path) -> None:
     assert store.create("g", b"abc") == sum_of(b"abc")
 
 
+def test_a_large_file_is_sent_to_the_disk_early_and_is_the_same(tmp_path: Path) -> None:
+    """In pieces that fit no block; the hint changes nothing in it."""
+    data = data_of(20 << 20)
+    edges = [*range(0, len(data), 700_001), len(data)]
+    extents = (Extent(a, data[a:b]) for a, b in itertools.pairwise(edges))
+
+    found = LocalStore(tmp_path).write("f", extents, nbytes=len(data))
+
+    assert (tmp_path / "f").read_bytes() == data
+    assert found == sum_of(data)
+
+
 @pytest.mark.parametrize(("nbytes", "blocks"), [(0, b"12345678"), (1, b""), (1, b"1234567")])
 def test_sums_fit_the_size(nbytes: int, blocks: bytes) -> None:
     """A manifest that says otherwise is refused when it is read."""
