@@ -26,6 +26,7 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/bench_checksums.py
 	$(BIN)/python benchmarks/bench_async_stall.py
 
 # The constraint holds for the build environment too, where hatchling is installed. A virtual
