@@ -360,7 +360,7 @@ def fail_in_background(rank: int, size: int, folder: str) -> tuple[str, str]:
 
 def test_a_save_in_the_background_fails_on_one_rank(tmp_path: Path) -> None:
     results = run_ranks(fail_in_background, 2, str(tmp_path), timeout_secs=60)
-    for error, text, _ in results:
+    for error, text in results:
         assert error == AsyncSaveError.__name__
         assert "rank 1" in text
         assert "ENOSPC" in text
