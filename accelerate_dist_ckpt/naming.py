@@ -21,7 +21,7 @@ from dist_ckpt.errors import (
     ConfigError,
     MismatchError,
 )
-from dist_ckpt.recovery import sweep, verify_checkpoint
+from dist_ckpt.recovery import verify_checkpoint
 from dist_ckpt.serialization import single_process
 from dist_ckpt.training_state import is_checkpoint, remove_checkpoint
 
@@ -36,7 +36,6 @@ __all__ = [
     "move_out_damaged",
     "next_target",
     "pruner",
-    "sweep_once",
 ]
 
 logger = logging.getLogger(__name__)
@@ -136,25 +135,6 @@ def move_out_damaged(folder: Path) -> None:
             logger.warning("%s stays there: %s", aside, error)
         else:
             logger.warning("%s is now %s.", aside, place)
-
-
-def sweep_once(folder: Path, swept: set[Path], older_than_secs: float) -> None:
-    """Remove what dead saves left in a folder, if that was not done yet. Rank 0.
-
-    Nothing of it is raised.
-
-    Args:
-        folder: Where a save goes, or is prepared.
-        swept: The folders that were swept; this one is added.
-        older_than_secs: What was touched since stays.
-    """
-    if folder in swept:
-        return
-    swept.add(folder)
-    try:
-        sweep(folder, older_than_secs=older_than_secs)
-    except Exception:
-        logger.exception("%s: what dead saves left there was not removed", folder)
 
 
 def pruner(accelerator: Accelerator) -> Callable[[], list[Path]] | None:

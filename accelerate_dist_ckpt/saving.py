@@ -29,7 +29,7 @@ from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.state import FRAMEWORK, common_state, rank_state
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.errors import ConfigError
-from dist_ckpt.recovery import forget_owner, record_owner
+from dist_ckpt.recovery import forget_owner, record_owner, sweep_once
 from dist_ckpt.serialization import all_processes, single_process
 from dist_ckpt.storage.local import make_directory
 from dist_ckpt.training_state import TrainingState, save_training_state
@@ -183,7 +183,7 @@ def _open(
     target = naming.next_target(accelerator, in_flight) if automatic else announced
     staging_dir = announced.parent
     for folder in {staging_dir, target.parent}:
-        naming.sweep_once(folder, registration.swept, registration.io.config.sweep_after_secs)
+        sweep_once(folder, registration.swept, registration.io.config.sweep_after_secs)
     hooks_dir = None
     if has_hooks:
         hooks_dir = staging_dir / f".dist-ckpt-{uuid.uuid4().hex[:12]}.hooks"

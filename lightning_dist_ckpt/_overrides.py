@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dist_ckpt.derive import model_layout
 from dist_ckpt.errors import CheckpointingException, ConfigError, MismatchError
+from dist_ckpt.recovery import sweep_once
 from dist_ckpt.serialization import all_processes
 from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
 from lightning_dist_ckpt._document import (
@@ -36,7 +37,7 @@ from lightning_dist_ckpt._document import (
     own_state_dict,
 )
 from lightning_dist_ckpt._plain import load_whole_optimizer
-from lightning_dist_ckpt._retention import may_go, sweep_once
+from lightning_dist_ckpt._retention import may_go
 from lightning_dist_ckpt._stored import StoredModel, StoredOptimizer, fill_sharded
 from lightning_dist_ckpt.export import is_stock
 from lightning_dist_ckpt.io import checked_target

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.errors import CheckpointingException
-from dist_ckpt.recovery import sweep, verify_checkpoint
+from dist_ckpt.recovery import verify_checkpoint
 from dist_ckpt.serialization import single_process
 from lightning_dist_ckpt._candidates import model_checkpoints
 from lightning_dist_ckpt.export import is_stock
@@ -21,7 +21,7 @@ from lightning_dist_ckpt.export import is_stock
 if TYPE_CHECKING:
     from dist_ckpt.types import PathLike
 
-__all__ = ["may_go", "sweep_once"]
+__all__ = ["may_go"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,20 +81,3 @@ def _mtime_ns(path: Path) -> int:
         return path.stat().st_mtime_ns
     except OSError:
         return 0
-
-
-def sweep_once(folder: Path, swept: set[Path], older_than_secs: float) -> None:
-    """Remove what dead saves left in a folder, if that was not done yet; nothing of it is raised.
-
-    Args:
-        folder: Where a save goes.
-        swept: The folders that were swept; this one is added.
-        older_than_secs: What was touched since stays.
-    """
-    if folder in swept:
-        return
-    swept.add(folder)
-    try:
-        sweep(folder, older_than_secs=older_than_secs)
-    except Exception:
-        logger.exception("%s: what dead saves left there was not removed", folder)

@@ -50,6 +50,7 @@ __all__ = [
     "record_owner",
     "set_aside",
     "sweep",
+    "sweep_once",
     "verify_checkpoint",
 ]
 
@@ -259,6 +260,25 @@ def sweep(
     return sweep_leftovers(
         checked_path(folder), older_than_secs=older_than_secs, any_owner=any_owner
     )
+
+
+def sweep_once(folder: Path, swept: set[Path], older_than_secs: float) -> None:
+    """Remove what dead saves left in a folder, if that was not done yet. Rank 0.
+
+    For adapters: what goes wrong is logged, as the save that comes next is what matters.
+
+    Args:
+        folder: Where a save goes, or is prepared.
+        swept: The folders that were swept; this one is added.
+        older_than_secs: What was touched since stays.
+    """
+    if folder in swept:
+        return
+    swept.add(folder)
+    try:
+        sweep(folder, older_than_secs=older_than_secs)
+    except Exception:
+        logger.exception("%s: what dead saves left there was not removed", folder)
 
 
 def record_owner(path: PathLike) -> None:

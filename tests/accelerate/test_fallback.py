@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 
 from accelerate_dist_ckpt import DistCkptIO, naming
+from dist_ckpt import recovery
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
 from dist_ckpt.training_state import is_checkpoint
 from tests._damage import DAMAGES, aside, damage, data_file, flip
@@ -225,7 +226,7 @@ def test_dead_saves_are_swept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         swept.append((folder, older_than_secs))
         raise OSError(5, "a test")
 
-    monkeypatch.setattr(naming, "sweep", sweep)
+    monkeypatch.setattr(recovery, "sweep", sweep)
     job = project(tmp_path, sweep_after_secs=60.0)
     for _ in range(2):
         job.accelerator.save_state()

@@ -12,6 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dist_ckpt import _saving as saving
+from dist_ckpt import recovery
 from lightning_dist_ckpt import _retention
 from tests._damage import data_file
 from tests.lightning._flight import make_async, visible
@@ -72,7 +73,7 @@ def test_dead_saves_are_swept_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         swept.append((folder, older_than_secs))
         raise OSError(5, "a test")
 
-    monkeypatch.setattr(_retention, "sweep", sweep)
+    monkeypatch.setattr(recovery, "sweep", sweep)
     resume(tmp_path, None, io={"sweep_after_secs": 60.0})
 
     assert swept == [(tmp_path, 60.0)]
