@@ -25,6 +25,7 @@ from accelerate_dist_ckpt.io import DistCkptIO
 from accelerate_dist_ckpt.metrics import TrackerSink
 from accelerate_dist_ckpt.preemption import Preemption
 from dist_ckpt.background import BackgroundSaver, saver_of
+from dist_ckpt.training_state import SaveMemory
 
 __all__ = ["Registration", "before_batch", "before_epoch"]
 
@@ -44,6 +45,7 @@ class Registration:
     def __init__(self, io: DistCkptIO) -> None:
         """Start nothing yet."""
         self.io = io
+        self.memory = SaveMemory()
         self.step: int | None = None  # the newest that the user logged at
         self.swept: set[Path] = set()  # where was looked for what dead saves left
         self._saver: BackgroundSaver | None = None

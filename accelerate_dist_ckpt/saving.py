@@ -115,6 +115,7 @@ def save_state(accelerator: Accelerator, registration: Registration, output_dir:
             communicator=comm,
             saver=saver,
             on_settled=lambda _: discard(),
+            memory=registration.memory,
         )
     except BaseException:
         discard()

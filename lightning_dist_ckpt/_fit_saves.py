@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dist_ckpt.background import saver_of
 from dist_ckpt.errors import AsyncSaveError, CheckpointingException
 from dist_ckpt.serialization import all_processes
-from dist_ckpt.training_state import save_training_state
+from dist_ckpt.training_state import SaveMemory, save_training_state
 from lightning_dist_ckpt._metrics import SaveMetrics
 from lightning_dist_ckpt._model_checkpoint import (
     Memory,
@@ -76,6 +76,7 @@ class FitSaves:
         self._asking: Memory | None = None
         self._memories: list[Memory] = []
         self._newest = Outcome()
+        self._memory = SaveMemory()
         self._to_tell: list[Any] = []
         self._watched = list(trainer.checkpoint_callbacks)
         for callback in self._watched:
@@ -122,7 +123,9 @@ class FitSaves:
             self._metrics.step = self._trainer.global_step
         saver = self._saver if in_background else None
         try:
-            save_training_state(target, build, options=options, saver=saver, on_settled=settled)
+            save_training_state(
+                target, build, options=options, saver=saver, on_settled=settled, memory=self._memory
+            )
         except BaseException as error:
             settled(error)
             raise

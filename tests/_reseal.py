@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt._checksums import sum_of_file
+from dist_ckpt._formats.opening import open_contents
+from dist_ckpt._planning.index import CheckpointIndex
 from dist_ckpt._sealing import sealed
+from tests._forge import Index, forged, parsed
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -45,10 +48,23 @@ def reseal(directory: Path) -> None:
     edit_manifest(directory, update)
 
 
-def edit_index(directory: Path, change: Change) -> None:
-    """Change the index, seal it again, and tell the manifest."""
-    path = directory / "index.json"
-    document = read_sealed(path)
-    change(document)
-    path.write_bytes(sealed(document))
+def edit_index(directory: Path, change: Callable[[Index], object]) -> None:
+    """Change ``index.bin``, seal it again, and tell the manifest."""
+    path = directory / "index.bin"
+    index = parsed(path.read_bytes())
+    change(index)
+    path.write_bytes(forged(index))
+    reseal(directory)
+
+
+def with_json_index(directory: Path) -> None:
+    """Put ``index.json`` in the place of ``index.bin``, as development versions wrote it."""
+    tensors = open_contents(directory).index.tensors
+    (directory / "index.json").write_bytes(CheckpointIndex(dict(tensors)).to_json())
+    (directory / "index.bin").unlink()
+
+    def update(document: dict[str, Any]) -> None:
+        document["files"]["index.json"] = document["files"].pop("index.bin")
+
+    edit_manifest(directory, update)
     reseal(directory)

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from dist_ckpt._background.agreement import CommitPoint
 from dist_ckpt._background.orders import Publication
@@ -21,15 +21,16 @@ from dist_ckpt._file_image import FileImage
 from dist_ckpt._formats.documents import COMMON_FILE
 from dist_ckpt._formats.objects import Room
 from dist_ckpt._formats.torch_dist.format import TorchDistFormat
+from dist_ckpt._formats.torch_dist.layout import rank_chunks
 from dist_ckpt._preparing import Prepared, check_views, common_backend, prepare
 from dist_ckpt._publishing import check_target
-from dist_ckpt._saving import Assignment, Coordinator, PendingSave, pass_on, plan_work
+from dist_ckpt._saving import Assignment, Coordinator, PendingSave, pass_on, plan_work, proven
 from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
     from dist_ckpt._background.hub import HubAddress
-    from dist_ckpt._formats.base import WriteResult
+    from dist_ckpt._formats.torch_dist.layout import RankChunks
     from dist_ckpt._preparing import SaveRequest
     from dist_ckpt.options import SaveOptions
     from dist_ckpt.types import Communicator
@@ -76,12 +77,9 @@ class PlannedSave:
         return f"{self.saver}/{number}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    """What a rank tells: its description, or that it is the one of the plan it remembers."""
-
-    plan: int
-    view: RankView | None
+_Arrival: TypeAlias = "tuple[int, RankView | None]"
+"""What a rank tells: the number of the plan that it remembers, and its description; None if that is
+the one of the plan. A plain tuple: with the name of a class it would be twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,28 +226,28 @@ class _Step:
     def _arrive(self, *, tell_all: bool) -> _Arrival:
         prepared, known = self._prepared(), self.planner.known
         if known is None:
-            return _Arrival(0, prepared.view)
+            return 0, prepared.view
         is_same = known.kind == self._kind(prepared) and known.view == prepared.view
-        return _Arrival(known.plan, None if is_same and not tell_all else prepared.view)
+        return known.plan, None if is_same and not tell_all else prepared.view
 
     def _depart(self, arrivals: Sequence[_Arrival]) -> list[_Departure]:
         """Take the plan that is known, or make one. Rank 0."""
         known = self.planner.known
         number = known.plan if known is not None else 0
-        if any(one.plan != number and one.view is None for one in arrivals):
+        if any(plan != number and view is None for plan, view in arrivals):
             return [_Departure(0) for _ in arrivals]
-        if known is not None and all(one.view is None for one in arrivals):
+        if known is not None and all(view is None for _, view in arrivals):
             directory = self._begin()
             told = _Departure(number, directory, None, self.serve(), self.planner.name)
             return [told for _ in arrivals]
         remembered = known.views if known is not None else ()
         views = tuple(
-            one.view if one.view is not None else remembered[rank]
-            for rank, one in enumerate(arrivals)
+            view if view is not None else remembered[rank]
+            for rank, (_, view) in enumerate(arrivals)
         )
-        check_views(views, check_coverage=self.check_coverage)
+        job = check_views(views, check_coverage=self.check_coverage)
         directory = self._begin()
-        work = plan_work(views, directory, self._prepared().request.format, self.coordinator)
+        work = plan_work(job, directory, self._prepared().request.format, self.coordinator)
         self.views = views
         address = self.serve()
         # No number comes twice, so that nobody takes another plan for the one he remembers.
@@ -278,23 +276,20 @@ class _Step:
         assert assignment is not None  # noqa: S101 - the plan is new
         images: list[FileImage] = []
 
-        def lay_out() -> tuple[WriteResult, ...]:
+        def lay_out() -> RankChunks:
             files = fmt.files(
-                prepared.view.shards,
+                prepared.shards.table,
                 assignment.work,  # type: ignore[arg-type]  # of our own plan
                 rank=self.comm.rank,
                 thread_count=prepared.request.thread_count or self.options.thread_count,
             )
             images.append(FileImage.of(files))
-            return tuple(result for file in files for result in file.results)
+            return rank_chunks(files)
 
         documents: list[dict[str, bytes]] = []
 
-        def document(results: Sequence[tuple[WriteResult, ...]]) -> None:
-            plan = self.coordinator.plan
-            found = [result for one in results for result in one]
-            if plan is None or len(found) != plan.num_results:
-                raise CoordinationError(f"{len(found)} chunks are laid out, another number planned")
+        def document(results: Sequence[RankChunks]) -> None:
+            found = proven(results, self.coordinator)
             documents.append(fmt.documents(found, self.coordinator.empty, assignment.directory))
 
         self.comm.map_reduce(f"laying out the save to {self.target}", lay_out, document)
@@ -321,6 +316,7 @@ class _Step:
             config=CheckpointingConfig(fmt.backend, fmt.version, *common_backend(prepared.request)),
             world_size=self.comm.size,
             include_dir=self.options.include_dir,
+            dcp_metadata=self.options.dcp_metadata,
         )
 
     def _other(

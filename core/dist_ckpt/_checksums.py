@@ -67,6 +67,10 @@ class FileSum:
         found: int = _SUM.unpack_from(self.blocks, number * _SUM.size)[0]
         return found
 
+    def some(self, number: int, count: int) -> tuple[int, ...]:
+        """Return the checksums of ``count`` blocks from ``number`` on."""
+        return struct.unpack_from(f"<{count}Q", self.blocks, number * _SUM.size)
+
     def extent(self, number: int) -> tuple[int, int]:
         """Return the first byte of a block, and how many it has."""
         start = number * BLOCK_NBYTES

@@ -18,15 +18,16 @@ import torch
 from dist_ckpt._background.orders import Run
 from dist_ckpt._engine.copying import Copy
 from dist_ckpt._engine.memory import host_bytes
-from dist_ckpt._formats.torch_dist.write import PlannedFile, extents_of
+from dist_ckpt._formats.torch_dist.layout import PlannedFile
+from dist_ckpt._formats.torch_dist.write import extents_of
 from dist_ckpt._planning.describe import dtype_from_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dist_ckpt._engine.arena import Arena
-    from dist_ckpt._formats.torch_dist.write import PlacedShard
-    from dist_ckpt._planning.describe import LocalShard
+    from dist_ckpt._formats.torch_dist.layout import PlacedShard
+    from dist_ckpt._planning.table import LocalShards
 
 __all__ = ["FileImage"]
 
@@ -78,7 +79,7 @@ class FileImage:
         ]
 
     def copies(
-        self, targets: Sequence[torch.Tensor], shards: Sequence[LocalShard], *, first: int = 0
+        self, targets: Sequence[torch.Tensor], shards: LocalShards, *, first: int = 0
     ) -> list[Copy]:
         """Return the copies that fill the payloads of ``shards``, from number ``first`` on."""
         return [
@@ -97,7 +98,7 @@ class FileImage:
         return [run for _, _, run in sorted(found, key=lambda one: one[:2])]
 
     def stream(
-        self, arena: Arena, shards: Sequence[LocalShard], take: Callable[[], int], slot_nbytes: int
+        self, arena: Arena, shards: LocalShards, take: Callable[[], int], slot_nbytes: int
     ) -> Iterator[Run]:
         """Fill slot after slot of a memory that is smaller than the image; yield each when full.
 

@@ -90,5 +90,5 @@ def _slim(prepared: Prepared) -> Prepared:
     """Return it without what is not written by the format: it would only be pickled."""
     request = replace(prepared.request, state_dict={}, live=None)
     parts = SaveParts(common={}, tensors=(), objects=())
-    shards = [replace(shard) for shard in prepared.shards]
+    shards = prepared.shards.with_data(prepared.shards.data)
     return replace(prepared, request=request, parts=parts, shards=shards)

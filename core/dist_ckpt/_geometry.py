@@ -10,7 +10,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Box", "boxes_of_flat_range", "split_box"]
+__all__ = ["Box", "boxes_of_flat_range", "is_regular_place", "split_box"]
+
+_INT = {int}
+_TUPLE = {tuple}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,7 +30,7 @@ class Box:
         """Refuse boxes that no tensor has."""
         if len(self.offset) != len(self.shape):
             raise ValueError(f"offset {self.offset} and shape {self.shape} differ in length")
-        if any(n < 0 for n in (*self.offset, *self.shape)):
+        if self.shape and min(*self.offset, *self.shape) < 0:
             raise ValueError(f"negative extent in box {self.offset} {self.shape}")
 
     @property
@@ -64,6 +67,32 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         """Return one slice per axis, to index a tensor with."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+
+
+def is_regular_place(
+    shape: tuple[int, ...],
+    global_shape: tuple[int, ...],
+    offset: tuple[int, ...],
+    fragmentations: tuple[int, ...] | None,
+) -> bool:
+    """Whether these are plain tuples of ints, and a box of ``shape`` can lie there.
+
+    Not negative, within the global shape and, where ``fragmentations`` (all positive) say that the
+    boxes are a regular grid, at a multiple of its own shape. Nothing is said of other types.
+    """
+    cells = (1,) * len(shape) if fragmentations is None else fragmentations
+    fields = (shape, global_shape, offset, cells)
+    if set(map(type, fields)) != _TUPLE or len(set(map(len, fields))) != 1:
+        return False
+    numbers = shape + global_shape + offset + cells
+    if numbers and (set(map(type, numbers)) != _INT or min(numbers) < 0 or 0 in cells):
+        return False
+    if shape == global_shape and not any(offset):
+        return True
+    return all(
+        o + n <= size and (fragmentations is None or n == 0 or o % n == 0)
+        for o, n, size in zip(offset, shape, global_shape, strict=True)
+    )
 
 
 def boxes_of_flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Box]]:

@@ -236,7 +236,7 @@ def _source_views(planned: PlannedSave) -> list[torch.Tensor]:
     pending = planned.pending
     assert pending is not None  # noqa: S101 - there is no image
     sources = pending.format.sources(pending.assignment.work)
-    views = (planned.prepared.shards[number].view for number in sorted(sources))
+    views = (planned.prepared.shards.view(number) for number in sorted(sources))
     return [view for view in views if view is not None]
 
 
@@ -276,20 +276,21 @@ def _written_now(pending: Any) -> FormatOrder:
 
 def _staged_order(pending: Any, means: Means, lease: Lease) -> FormatOrder:
     sources = pending.format.sources(pending.assignment.work)
-    copies, shards, position = [], [], 0
-    for index, shard in enumerate(pending.prepared.shards):
-        if index not in sources or shard.view is None:
-            shards.append(replace(shard, view=None))
+    shards = pending.prepared.shards
+    copies, position = [], 0
+    staged: list[torch.Tensor | None] = [None] * len(shards)
+    for index in sorted(sources):
+        view = shards.view(index)
+        if view is None:
             continue
-        target = lease.arena.view(position, tuple(shard.view.shape), shard.view.dtype)
-        position += Arena.nbytes_for([shard.view])
-        copies.append(Copy(shard.view, target, shard.info.key))
-        shards.append(replace(shard, view=target))
+        target = staged[index] = lease.arena.view(position, tuple(view.shape), view.dtype)
+        position += Arena.nbytes_for([view])
+        copies.append(Copy(view, target, shards.table[index].key))
     means.copier.run(copies)
-    pending.prepared = replace(pending.prepared, shards=shards)
+    pending.prepared = replace(pending.prepared, shards=shards.with_data(staged))
     return FormatOrder(pending, lease.arena)
 
 
 def _without_data(pending: Any) -> Any:
-    shards = [replace(shard, view=None) for shard in pending.prepared.shards]
+    shards = pending.prepared.shards.without_data()
     return replace(pending, prepared=replace(pending.prepared, shards=shards))

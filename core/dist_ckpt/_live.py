@@ -11,7 +11,7 @@ objects hold the values, so what was said of them still holds: this is looked at
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from dist_ckpt._planning.describe import LocalShard, local_shards
+from dist_ckpt._planning.table import LocalShards, local_shards
 from dist_ckpt._state import SaveParts, split_for_save
 from dist_ckpt.derive import model_layout, sharded_model_state, sharded_optimizer_state
 from dist_ckpt.derive.slots import unwrap_optimizer
@@ -31,8 +31,8 @@ from dist_ckpt.types import ShardedStateDict, StateDict
 
 __all__ = ["Live", "LiveDescriptions", "LiveObjects"]
 
-_PLAIN = (torch.Tensor, nn.Parameter)
-_Signature: TypeAlias = "list[Hashable]"
+_FAMILIAR = {torch.Tensor, nn.Parameter, type(None)}
+_Signature: TypeAlias = "list[Any]"
 
 
 class _Unfamiliar(Exception):  # noqa: N818 - a reason to describe anew, no error
@@ -64,7 +64,7 @@ class Live:
     """
 
     parts: SaveParts
-    shards: tuple[LocalShard, ...]
+    shards: LocalShards
     rests: tuple[_Rest, ...]
     tied: tuple[Mapping[str, str], ...]
     steady: frozenset[str]
@@ -142,7 +142,7 @@ def _described(objects: LiveObjects) -> tuple[Live, list[StateDict]]:
     own = {i: one for i, one in enumerate(layouts) if objects.model_values.get(i) is None}
     live = Live(
         parts=parts,
-        shards=tuple(local_shards(parts.tensors)),
+        shards=local_shards(parts.tensors),
         rests=tuple(
             _Rest(tuple(tuple(group["params"]) for group in tree["param_groups"])) for tree in trees
         ),
@@ -155,73 +155,98 @@ def _described(objects: LiveObjects) -> tuple[Live, list[StateDict]]:
 def _signature(objects: LiveObjects) -> _Signature:
     """Return all that a description depends on, cheaply: this is done at every save.
 
+    Column by column, so that what is done for each tensor is done by the interpreter's own loops.
+
     Raises:
         _Unfamiliar: It depends on something else, too.
     """
     if any(values is not None for values in objects.model_values.values()):
         raise _Unfamiliar
     found: _Signature = [objects.replicas]
+    tensors: list[Any] = []
     for model in objects.models:
         found.append("model")
-        for module in model.modules():
-            _add_module(found, module)
+        _add_model(found, tensors, model)
     for optimizer in objects.optimizers:
         found.append("optimizer")
-        _add_optimizer(found, unwrap_optimizer(optimizer))
+        _add_optimizer(found, tensors, unwrap_optimizer(optimizer))
+    _add_tensors(found, tensors)
     return found
 
 
-def _add_module(found: _Signature, module: nn.Module) -> None:
-    if isinstance(module, FullyShardedDataParallel):
-        raise _Unfamiliar  # its flat parameters change their shape as it runs
-    # The dicts themselves: what names the tensors walks the whole tree.
-    parameters, buffers = module._parameters, module._buffers  # noqa: SLF001 - see above
-    children = module._modules  # noqa: SLF001 - see above
-    names = (*children, None, *parameters, None, *buffers)
-    # Which child stands where: one that stands at several places is looked at once only.
-    found.append((id(module), id(type(module)), *names, *map(id, children.values())))
-    for parameter in parameters.values():
-        found.append(None if parameter is None else _of_tensor(parameter))
-    if buffers:
-        found.append(tuple(module._non_persistent_buffers_set))  # noqa: SLF001 - see above
-        for buffer in buffers.values():
-            found.append(None if buffer is None else _of_tensor(buffer))
+def _add_model(found: _Signature, tensors: list[Any], model: nn.Module) -> None:
+    """Add the modules' dicts themselves: what names the tensors walks the whole tree."""
+    modules, seen = [model], {id(model)}
+    for module in modules:  # grows on the way
+        if isinstance(module, FullyShardedDataParallel):
+            raise _Unfamiliar  # its flat parameters change their shape as it runs
+        held = module.__dict__
+        parameters, buffers, children = held["_parameters"], held["_buffers"], held["_modules"]
+        # Which child stands where: one that stands at several places is looked at once only.
+        found += (id(module), type(module), len(children), *children, len(parameters))
+        if children:
+            found += map(id, children.values())
+            for child in children.values():
+                if child is not None and id(child) not in seen:
+                    seen.add(id(child))
+                    modules.append(child)
+        if parameters:
+            found += parameters
+            tensors += parameters.values()
+        if buffers:
+            found += ("buffers", *buffers, frozenset(held["_non_persistent_buffers_set"]))
+            tensors += buffers.values()
 
 
-def _add_optimizer(found: _Signature, optimizer: Any) -> None:
+def _add_optimizer(found: _Signature, tensors: list[Any], optimizer: Any) -> None:
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         raise _Unfamiliar
     hooks = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks  # noqa: SLF001 - no other way to see them
     if any(hooks):
         raise _Unfamiliar
-    found.append((id(optimizer), id(find_state_spec(optimizer))))
-    seen, states = 0, optimizer.state
+    found += (id(optimizer), find_state_spec(optimizer))
+    parameters: list[int] = []
     for group in optimizer.param_groups:
-        found.append("group")
-        for parameter in group["params"]:
-            state = states.get(parameter)
-            found.append(id(parameter))
-            if state is None:
-                continue
-            seen += 1
-            found.append(tuple(state))
-            for value in state.values():
-                if not isinstance(value, torch.Tensor):
-                    raise _Unfamiliar  # a number that each step changes, or a list
-                found.append(_of_tensor(value))
-    if seen != len(states):
+        found += ("group", len(group["params"]))
+        parameters += map(id, group["params"])
+    found += parameters
+    holders = list(map(id, optimizer.state))
+    if not set(parameters).issuperset(holders):
         raise _Unfamiliar  # state of something that is no parameter
+    found.append("states")
+    found += holders
+    for state in optimizer.state.values():
+        found.append(len(state))
+        found += state
+        tensors += state.values()
 
 
-def _of_tensor(tensor: torch.Tensor) -> Hashable:
-    local, spec = tensor, 0
-    if type(tensor) not in _PLAIN:
-        if not isinstance(tensor, DTensor):
+def _add_tensors(found: _Signature, tensors: list[Any]) -> None:
+    """Add identity, address, shape, strides and dtype of each."""
+    found += map(id, tensors)
+    kinds = list(map(type, tensors))
+    strange = set(kinds) - _FAMILIAR
+    if strange:
+        if not all(issubclass(kind, DTensor) for kind in strange):
+            # Also a number in an optimizer's state, which each step changes, or a list.
             raise _Unfamiliar
-        local, spec = tensor._local_tensor, id(tensor._spec)  # noqa: SLF001 - `to_local` makes a new object each time
-        if type(local) not in _PLAIN:
+        # `to_local` makes a new object each time.
+        sharded = [one for one, kind in zip(tensors, kinds, strict=True) if kind in strange]
+        found += [one._spec for one in sharded]  # noqa: SLF001 - see above
+        tensors = [
+            one._local_tensor if kind in strange else one  # noqa: SLF001 - see above
+            for one, kind in zip(tensors, kinds, strict=True)
+        ]
+        found += map(id, tensors)
+        if set(map(type, tensors)) - _FAMILIAR:
             raise _Unfamiliar
-    return (
-        id(tensor), spec, local.data_ptr(), local.dtype, local.shape, local.stride(),
-        local.is_conj(), local.is_neg(),
-    )  # fmt: skip
+    if type(None) in kinds:
+        tensors = [one for one in tensors if one is not None]
+    dtypes = [one.dtype for one in tensors]
+    found += dtypes
+    found += [one.data_ptr() for one in tensors]
+    found += [one.shape for one in tensors]
+    found += [one.stride() for one in tensors]
+    found += [one.is_neg() for one in tensors]
+    if any(dtype.is_complex for dtype in set(dtypes)):
+        found += [one.is_conj() for one in tensors]

@@ -10,25 +10,24 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
-from dist_ckpt._engine.memory import fill_zero
+from dist_ckpt._filling import fill_tensors, read_whole
 from dist_ckpt._formats.documents import COMMON_FILE, CheckpointContents, check_unchanged
 from dist_ckpt._formats.objects import COMMON_KEY, decode_document
-from dist_ckpt._formats.reading import Destination, read_into
 from dist_ckpt._formats.torch_dist.foreign import (
     foreign_common,
     read_foreign_object,
     sharded_object_keys,
 )
 from dist_ckpt._geometry import Box
-from dist_ckpt._integrity.match import content_problems, describe_unexpected, holes, wanted_box
-from dist_ckpt._planning.describe import dtype_from_name, dtype_name, local_shards
+from dist_ckpt._integrity.match import agreeing_boxes, content_problems, describe_unexpected
+from dist_ckpt._planning.describe import dtype_from_name, dtype_name
 from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._planning.table import ShardTable, local_shards
+from dist_ckpt._planning.wanted import wanted_of
 from dist_ckpt._state import LoadParts, merge_after_load, split_for_load
 from dist_ckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptedCheckpointError,
     MismatchError,
 )
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
@@ -44,6 +43,7 @@ from dist_ckpt.validation import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from dist_ckpt._planning.wanted import Wanted
     from dist_ckpt.options import LoadOptions
     from dist_ckpt.types import Communicator, ShardedStateDict, StateDict
 
@@ -104,16 +104,19 @@ class _Request:
     """This rank's request, after keys that are not stored were taken out.
 
     ``known`` has an index of what the source says is stored; ``contents`` that of the checkpoint.
+    ``wanted`` is the description of ``tensors``, and that beside what ``contents`` has; None if
+    that was not made.
     """
 
     source: Source
     contents: CheckpointContents
     known: CheckpointContents
     parts: LoadParts
-    tensors: list[ShardedTensor]
+    tensors: tuple[ShardedTensor, ...]
     objects: list[ShardedObject]
     unexpected: list[str]
     view: RankView
+    wanted: tuple[ShardTable, Wanted] | None
 
 
 def run_load(
@@ -208,51 +211,6 @@ def read_common(contents: CheckpointContents, options: LoadOptions) -> StateDict
     return common
 
 
-def read_whole(
-    contents: CheckpointContents, keys: Sequence[str], options: LoadOptions
-) -> list[torch.Tensor]:
-    """Return whole tensors on the CPU. Not collective.
-
-    Raises:
-        CheckpointNotFoundError: A key is not stored.
-        MismatchError: Only a part of a tensor is stored.
-    """
-    absent = [key for key in keys if key not in contents.index.tensors]
-    if absent:
-        raise CheckpointNotFoundError(f"{contents.directory}: {shortened(absent)} not stored.")
-    stored = [contents.index.tensors[key] for key in keys]
-    problems = [
-        problem
-        for key, one in zip(keys, stored, strict=True)
-        for problem in holes(key, Box((0,) * len(one.shape), one.shape), one)
-    ]
-    if problems:
-        raise MismatchError(f"{contents.directory}: {shortened(problems)}")
-    tensors = [torch.empty(one.shape, dtype=dtype_from_name(one.dtype)) for one in stored]
-    wanted = [
-        Destination(key, Box((0,) * len(one.shape), one.shape), tensor)
-        for key, one, tensor in zip(keys, stored, tensors, strict=True)
-    ]
-    _fill(wanted, contents, options)
-    return tensors
-
-
-def _fill(
-    destinations: Sequence[Destination], contents: CheckpointContents, options: LoadOptions
-) -> None:
-    try:
-        read_into(
-            destinations,
-            contents.index,
-            contents.directory,
-            files={} if options.verify == "off" else contents.files,
-            thread_count=options.thread_count,
-        )
-    except (CorruptedCheckpointError, CheckpointNotFoundError):
-        check_unchanged(contents)  # what was replaced meanwhile is no damage
-        raise
-
-
 def _match(
     asked: LoadRequest, contents: CheckpointContents, policy: StrictPolicy, options: LoadOptions
 ) -> _Request:
@@ -261,25 +219,28 @@ def _match(
     if source.stored is not None:
         known = replace(contents, index=index_of(source.stored()))
     parts = split_for_load(asked.state_dict)
-    tensor_keys = {k for k, t in known.index.tensors.items() if t.role == "tensor"}
-    object_keys = {k for k, t in known.index.tensors.items() if t.role == "object"}
-    object_keys |= set(known.objects)
-    tensors = [t for t in parts.tensors if t.key in tensor_keys]
-    objects = [o for o in parts.objects if o.unique_key in object_keys]
-    unexpected = sorted(
-        {t.key for t in parts.tensors if t.key not in tensor_keys}
-        | {o.unique_key for o in parts.objects if o.unique_key not in object_keys}
+    table = local_shards(parts.tensors, with_data=False).table
+    wanted = wanted_of(table, known.index.tensors)
+    absent = {table.keys[at] for at in np.flatnonzero(~wanted.stored.is_tensor).tolist()}
+    object_keys = {*known.index.keys_of("object"), *known.objects} if parts.objects else set()
+    objects = [one for one in parts.objects if one.unique_key in object_keys]
+    unexpected = absent | {one.unique_key for one in parts.objects} - object_keys
+    tensors = parts.tensors
+    if unexpected:
+        tensors = tuple(one for one in parts.tensors if one.key not in absent)
+        names = {*known.index.keys_of("tensor"), *known.index.keys_of("object"), *known.objects}
+        lines = describe_unexpected(sorted(unexpected), names)
+        react(policy, str(contents.directory), lines, ())
+    cast = options.cast == "allow"
+    if not agreeing_boxes(table, wanted, cast=cast).all():
+        problems = content_problems(tensors, known.index, cast=cast)
+        if problems:
+            raise MismatchError(f"{contents.directory}: {shortened(problems)}")
+    view = RankView(table, tuple(one.without_data() for one in parts.objects))
+    found = (table, wanted) if known is contents and not absent else None
+    return _Request(
+        source, contents, known, parts, tensors, objects, sorted(unexpected), view, found
     )
-    lines = describe_unexpected(unexpected, tensor_keys | object_keys)
-    react(policy, str(contents.directory), lines, ())
-    problems = content_problems(tensors, known.index, cast=options.cast == "allow")
-    if problems:
-        raise MismatchError(f"{contents.directory}: {shortened(problems)}")
-    view = RankView(
-        tuple(shard.info for shard in local_shards([t.without_data() for t in parts.tensors])),
-        tuple(one.without_data() for one in parts.objects),
-    )
-    return _Request(source, contents, known, parts, tensors, objects, unexpected, view)
 
 
 def _agree(
@@ -295,9 +256,11 @@ def _agree(
         check_objects([view.objects for view in views])
     if not policy.check_missing:
         return frozenset()
-    asked = {info.key for view in views for info in view.shards}
+    asked = {key for view in views for key in ShardTable.of(view.shards).keys}
     asked |= {one.unique_key for view in views for one in view.objects}
-    missing = frozenset(set(stored_keys(contents)) - asked)
+    index = contents.index
+    stored = {*index.keys_of("tensor"), *index.keys_of("object"), *sharded_object_keys(contents)}
+    missing = frozenset(stored - asked)
     react(policy, str(contents.directory), (), missing)
     return missing
 
@@ -307,7 +270,10 @@ def _read(request: _Request, options: LoadOptions, common: StateDict | None) -> 
     source, contents = request.source, request.contents
     options = replace(options, thread_count=source.thread_count or options.thread_count)
     if source.read is None:
-        tensors, objects = read_leaves(request.tensors, request.objects, contents, options)
+        tensors: list[Any] = [
+            *fill_tensors(request.tensors, contents, options, known=request.wanted)
+        ]
+        objects = [read_object(one, contents, options) for one in request.objects]
     else:
         tensors, objects = source.read(request.tensors, request.objects)
     if common is None:
@@ -331,57 +297,8 @@ def read_leaves(
 
     Not collective. The keys, shapes and dtypes have been compared before.
     """
-    filled = [_target(tensor) for tensor in tensors]
-    destinations = [
-        Destination(
-            tensor.key, wanted, view[wanted.relative_to(box).slices()] if box.shape else view
-        )
-        for tensor in filled
-        for box, view, wanted in _wanted(tensor, contents)
-    ]
-    _fill(destinations, contents, options)
-    values = [read_object(one, contents, options) for one in objects]
-    return [tensor.data for tensor in filled], values
-
-
-def _target(tensor: ShardedTensor) -> ShardedTensor:
-    """Return the sharded tensor with data to read into: its own, or fresh memory."""
-    data = tensor.data
-    if data is not None and not _overlaps_itself(data):
-        return tensor
-    fresh = replace(tensor, data=None)
-    fresh.init_data(torch.device("cpu") if data is None else data.device)
-    return fresh
-
-
-def _overlaps_itself(data: torch.Tensor) -> bool:
-    """Whether two elements may share memory: filling one would change the other."""
-    if data.numel() <= 1:
-        return False
-    reach = 0
-    for stride, n in sorted(zip(data.stride(), data.shape, strict=True)):
-        if n > 1:
-            if stride <= reach:
-                return True
-            reach += (n - 1) * stride
-    return False
-
-
-def _wanted(
-    tensor: ShardedTensor, contents: CheckpointContents
-) -> list[tuple[Box, torch.Tensor, Box]]:
-    stored = contents.index.tensors[tensor.key].shape
-    wanted = []
-    for box, view in tensor.pieces():
-        if view is None:
-            continue
-        inside = wanted_box(box, stored)
-        if inside != box:
-            # allow_shape_mismatch: what the checkpoint does not have is zero.
-            fill_zero(view)
-        if inside is not None:
-            wanted.append((box, view, inside))
-    return wanted
+    filled = fill_tensors(tensors, contents, options)
+    return filled, [read_object(one, contents, options) for one in objects]
 
 
 def read_object(one: ShardedObject, contents: CheckpointContents, options: LoadOptions) -> Any:

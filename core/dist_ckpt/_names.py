@@ -15,12 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._planning.index import CheckpointIndex
+from dist_ckpt._planning.index import CheckpointIndex, LazyTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from dist_ckpt._formats.documents import CheckpointContents
+    from dist_ckpt._planning.describe import Role
+    from dist_ckpt._planning.index import StoredTensor
     from dist_ckpt.types import StateDict
 
 __all__ = ["Prefixes", "adopt_torch_common", "adopt_torch_keys", "find_prefixes", "rename"]
@@ -30,8 +32,43 @@ _MODEL, _STATE = "model.", "optimizer.state."
 
 def adopt_torch_keys(contents: CheckpointContents) -> CheckpointContents:
     """Return the contents with torch's keys renamed to ours; other keys stay as they are."""
-    tensors = {_our_key(key): tensor for key, tensor in contents.index.tensors.items()}
-    return replace(contents, index=CheckpointIndex(tensors))
+    return replace(contents, index=_renamed(contents.index, _our_key))
+
+
+def _renamed(index: CheckpointIndex, name: Callable[[str], str]) -> CheckpointIndex:
+    return CheckpointIndex(_Renamed({name(key): key for key in index.tensors}, index.tensors))
+
+
+class _Renamed(LazyTensors):
+    """Tensors under other keys.
+
+    Args:
+        keys: The stored key of each new one.
+        tensors: By stored key.
+    """
+
+    def __init__(self, keys: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> None:
+        self._keys, self._tensors = keys, tensors
+
+    def load(self) -> None:
+        if isinstance(self._tensors, LazyTensors):
+            self._tensors.load()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        return self._tensors[self._keys[key]]
+
+    def keys_of(self, role: Role) -> list[str]:
+        of_role = set(CheckpointIndex(self._tensors).keys_of(role))
+        return [key for key, stored in self._keys.items() if stored in of_role]
 
 
 def _our_key(key: str) -> str:
@@ -98,7 +135,7 @@ def rename(
     contents: CheckpointContents, tree: StateDict, i: int, name: Callable[[str], str]
 ) -> tuple[CheckpointContents, StateDict]:
     """Return contents and common part with the names of model ``i`` changed by ``name``."""
-    tensors = {_renamed_key(k, i, name): t for k, t in contents.index.tensors.items()}
+    index = _renamed(contents.index, lambda key: _renamed_key(key, i, name))
     changed = dict(tree)
     for section in ("tied", "extra_state"):
         part = dict(tree.get(section, {}))
@@ -110,7 +147,7 @@ def rename(
         j: _renamed_optimizer(saved, f"{i}.", name)
         for j, saved in tree.get("optimizers", {}).items()
     }
-    return replace(contents, index=CheckpointIndex(tensors)), changed
+    return replace(contents, index=index), changed
 
 
 def _renamed_key(key: str, i: int, name: Callable[[str], str]) -> str:

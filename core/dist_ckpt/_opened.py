@@ -14,6 +14,7 @@ from dist_ckpt._engine.commit import locate
 from dist_ckpt._formats.documents import CheckpointContents, check_unchanged
 from dist_ckpt._formats.opening import open_contents
 from dist_ckpt._formats.verification import shared_out, verify_files
+from dist_ckpt._planning.index import LazyTensors
 from dist_ckpt.errors import (
     CheckpointingException,
     ConfigError,
@@ -73,6 +74,9 @@ def open_together(
         return open_checkpoint(checkpoint_dir)
 
     contents = comm.map_reduce(f"opening {checkpoint_dir}", told, opened)
+    # Rank 0 tells where the index is; who cannot read it must not be alone with that.
+    if comm.size > 1 and isinstance(contents.index.tensors, LazyTensors):
+        comm.map_reduce(f"opening {checkpoint_dir}", contents.index.tensors.load, lambda _: None)
     if options.verify == "full" or (options.verify == "read" and not contents.is_indexed):
         verify_together(contents, comm, options.thread_count)
     return contents

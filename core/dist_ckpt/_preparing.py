@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dist_ckpt._formats.objects import Room, encode_common, object_shards
-from dist_ckpt._planning.describe import LocalShard, local_shards
+from dist_ckpt._planning.table import LocalShards, local_shards
+from dist_ckpt._planning.together import JobTable
 from dist_ckpt._state import SaveParts, split_for_save
 from dist_ckpt.validation import (
     RankView,
@@ -73,7 +74,7 @@ class Prepared:
 
     request: SaveRequest
     parts: SaveParts
-    shards: list[LocalShard]
+    shards: LocalShards
     view: RankView
     common: bytes | None
 
@@ -92,12 +93,14 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
         parts, shards = _with_live(request.live, parts, shards)
     common = None
     if request.format.stores_common:
-        shards += object_shards(parts.objects, room)
+        all_shards = [shards, object_shards(parts.objects, room)]
         if rank == 0 and request.common is None:
             encoded = encode_common(parts.common)
-            common, shards = encoded.data, shards + encoded.shards
+            common = encoded.data
+            all_shards.append(encoded.shards)
+        shards = LocalShards.joined(all_shards)
     view = RankView(
-        tuple(shard.info for shard in shards),
+        shards.table,
         tuple(one.without_data() for one in parts.objects),
         (
             (request.format.backend, request.format.version),
@@ -107,15 +110,13 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
     return Prepared(request, parts, shards, view, common)
 
 
-def _with_live(
-    live: Live, parts: SaveParts, shards: list[LocalShard]
-) -> tuple[SaveParts, list[LocalShard]]:
+def _with_live(live: Live, parts: SaveParts, shards: LocalShards) -> tuple[SaveParts, LocalShards]:
     parts = SaveParts(
         common=_merged(live.parts.common, parts.common),
         tensors=(*live.parts.tensors, *parts.tensors),
         objects=(*live.parts.objects, *parts.objects),
     )
-    return parts, [*live.shards, *shards]
+    return parts, LocalShards.joined([live.shards, shards])
 
 
 def _merged(first: StateDict, second: StateDict) -> StateDict:
@@ -134,20 +135,21 @@ def common_backend(request: SaveRequest) -> tuple[str, int]:
     return (common.backend, common.version) if common else request.format.common_backend
 
 
-def check_views(views: Sequence[RankView], *, check_coverage: bool) -> None:
-    """Raise if what the ranks bring does not make one checkpoint. Rank 0.
+def check_views(views: Sequence[RankView], *, check_coverage: bool) -> JobTable:
+    """Return the shards of all ranks; raise if they do not make one checkpoint. Rank 0.
 
     Raises:
         InvalidShardingError: Shards overlap, leave gaps or disagree, or cannot be stored.
         CoordinationError: Ranks would save in different formats.
     """
     check_formats(views)
-    shards = [view.shards for view in views]
+    job = JobTable([view.shards for view in views])
     if check_coverage:
         # First: a double object is a double tensor too, which would tell the user less.
         check_objects([view.objects for view in views])
-    check_sharding(shards, coverage=check_coverage)
-    check_storable(shards)
+    check_sharding(job, coverage=check_coverage)
+    check_storable(job)
+    return job
 
 
 def with_values_copied(prepared: Prepared) -> Prepared:

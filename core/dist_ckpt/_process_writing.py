@@ -26,6 +26,7 @@ from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt._file_image import FileImage
 from dist_ckpt._formats.base import Written
 from dist_ckpt._formats.torch_dist.format import TorchDistFormat
+from dist_ckpt._formats.torch_dist.layout import rank_chunks
 from dist_ckpt.errors import BarrierTimeoutError, ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def staged_write(pending: PendingSave) -> Callable[[], None] | None:
     if not isinstance(fmt, TorchDistFormat) or pending.prepared.request.common is not None:
         return None
     files = fmt.files(
-        pending.prepared.view.shards,
+        pending.prepared.shards.table,
         pending.assignment.work,  # type: ignore[arg-type]  # of our own plan
         rank=pending.comm.rank,
         thread_count=pending.prepared.request.thread_count or pending.options.thread_count,
@@ -145,5 +146,4 @@ class _Write:
             save.staged(run)
         save.all_staged()
         files: dict[str, FileSum] = save.outcome.result()
-        results = [result for file in self._image.files for result in file.results]
-        return Written(files=files, results=results)
+        return Written(files=files, results=rank_chunks(self._image.files))

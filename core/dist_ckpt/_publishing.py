@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 from dist_ckpt._checksums import FileSum, sum_of_file
 from dist_ckpt._engine.commit import locate
 from dist_ckpt._formats.manifest import (
+    METADATA_FILE,
+    PACKED_INDEX_FILE,
     Manifest,
     files_of_checkpoint,
     read_manifest,
     write_documents,
 )
+from dist_ckpt._formats.torch_dist.dcp_metadata import encode_metadata
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError, StorageError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from dist_ckpt.core import CheckpointingConfig
     from dist_ckpt.options import SaveOptions
 
-__all__ = ["all_files", "check_target", "is_published", "publish"]
+__all__ = ["all_files", "check_target", "is_published", "publish", "with_dcp_metadata"]
 
 _REPLACEABLE = (stat.S_ISDIR, stat.S_ISREG, stat.S_ISLNK)
 
@@ -75,6 +78,7 @@ def publish(
     *,
     world_size: int,
     include_dir: Path | None,
+    dcp_metadata: bool,
 ) -> None:
     """Write the documents, the marker last, and rename the attempt into place.
 
@@ -85,7 +89,10 @@ def publish(
         config: What the marker says.
         world_size: Number of ranks that saved.
         include_dir: Its entries are moved into the checkpoint.
+        dcp_metadata: Whether DCP's own document stands beside our index.
     """
+    if dcp_metadata:
+        documents = with_dcp_metadata(documents)
     if include_dir is not None:
         with storage_errors("include", include_dir):
             files = {**files, **_include(include_dir, attempt.directory)}
@@ -103,6 +110,14 @@ def publish(
         # lies there is then kept beside it.
         old_files = frozenset()
     attempt.publish(old_files=old_files)
+
+
+def with_dcp_metadata(documents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the documents with DCP's ``.metadata``, if there is an index that it is made of."""
+    found = dict(documents)
+    if PACKED_INDEX_FILE in found:
+        found[METADATA_FILE] = encode_metadata(found[PACKED_INDEX_FILE])
+    return found
 
 
 def is_published(attempt: Attempt) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from dist_ckpt._engine.commit import Attempt
 from dist_ckpt._formats.base import SavePlan, WriteJob, Written
@@ -24,19 +26,20 @@ from dist_ckpt._preparing import (
     prepare,
     with_values_copied,
 )
-from dist_ckpt._publishing import all_files, check_target, publish
+from dist_ckpt._publishing import all_files, check_target, publish, with_dcp_metadata
 from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError, StorageError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import is_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Sequence, Sized
     from pathlib import Path
 
     import torch
 
-    from dist_ckpt._formats.base import SaveFormat, WriteResult
+    from dist_ckpt._formats.base import SaveFormat
+    from dist_ckpt._planning.together import JobTable
     from dist_ckpt._state import SaveParts
     from dist_ckpt.options import SaveOptions
     from dist_ckpt.types import Communicator
@@ -116,25 +119,19 @@ class PendingSave:
         What goes wrong is kept for ``commit``, which tells all ranks.
         """
         try:
-            sources = self.format.sources(self.assignment.work)
-            shards = [
-                replace(
-                    shard,
-                    view=shard.view.detach().clone()
-                    if number in sources and shard.view is not None
-                    else None,
-                )
-                for number, shard in enumerate(self.prepared.shards)
-            ]
-            self.prepared = replace(self.prepared, shards=shards)
+            sources, shards = self.format.sources(self.assignment.work), self.prepared.shards
+            data: list[torch.Tensor | None] = [None] * len(shards)
+            for number in sources:
+                view = shards.view(number)
+                data[number] = None if view is None else view.clone()
+            self.prepared = replace(self.prepared, shards=shards.with_data(data))
             self.stage_values()
         except Exception as error:  # noqa: BLE001 - told to all ranks by `commit`
             self.written = error
 
     def forget_data(self) -> None:
         """Let go of the data: it was copied elsewhere."""
-        shards = [replace(shard, view=None) for shard in self.prepared.shards]
-        self.prepared = replace(self.prepared, shards=shards)
+        self.prepared = replace(self.prepared, shards=self.prepared.shards.without_data())
 
     def stage_values(self) -> None:
         """Copy the common part and the objects, for those who write them later than now."""
@@ -218,13 +215,15 @@ def begin_save(
     prepared = functools.cache(lambda: prepare(build(), comm.rank))
     coordinator = Coordinator()
 
-    def place(views: Sequence[RankView]) -> Path:
-        check_views(views, check_coverage=check_coverage)
+    def place() -> Path:
         check_target(target, options)
         coordinator.attempt = Attempt.begin(target, options.staging_dir)
         return coordinator.attempt.directory
 
-    assignment = _planned(f"planning the save to {target}", prepared, place, coordinator, comm)
+    assignment = _planned(
+        f"planning the save to {target}", prepared, place, coordinator, comm,
+        check_coverage=check_coverage,
+    )  # fmt: skip
     pending = PendingSave(
         f"writing {target}", comm, options, prepared(), assignment, coordinator,
         lambda written: commit_written(written, pending.prepared, coordinator, options),
@@ -243,18 +242,19 @@ def begin_sharded(
     prepared = functools.cache(lambda: prepare(build(), comm.rank))
     coordinator = Coordinator()
 
-    def place(views: Sequence[RankView]) -> Path:
-        check_views(views, check_coverage=False)
-        return directory
-
     def finish(written: Sequence[Written]) -> None:
         fmt, store = prepared().request.format, open_store(directory)
-        documents = fmt.documents(proven(written, coordinator), coordinator.empty, directory)
+        results = proven([one.results for one in written], coordinator)
+        documents = fmt.documents(results, coordinator.empty, directory)
+        if options.dcp_metadata:
+            documents = with_dcp_metadata(documents)
         for name, data in documents.items():
             store.create(name, data)
 
     phase = f"planning the save of shards to {directory}"
-    assignment = _planned(phase, prepared, place, coordinator, comm)
+    assignment = _planned(
+        phase, prepared, lambda: directory, coordinator, comm, check_coverage=False
+    )
     pending = PendingSave(
         f"writing shards to {directory}", comm, options, prepared(), assignment, coordinator, finish
     )
@@ -265,17 +265,20 @@ def begin_sharded(
 def _planned(
     phase: str,
     prepared: Callable[[], Prepared],
-    place: Callable[[Sequence[RankView]], Path],
+    place: Callable[[], Path],
     coordinator: Coordinator,
     comm: Communicator,
+    *,
+    check_coverage: bool,
 ) -> Assignment:
     """Describe, check and share out. Collective; ``place`` runs on rank 0."""
+
+    def plan(views: Sequence[RankView]) -> list[Assignment]:
+        job = check_views(views, check_coverage=check_coverage)
+        return plan_work(job, place(), prepared().request.format, coordinator)
+
     try:
-        return comm.map_scatter(
-            phase,
-            lambda: prepared().view,
-            lambda views: plan_work(views, place(views), prepared().request.format, coordinator),
-        )
+        return comm.map_scatter(phase, lambda: prepared().view, plan)
     except BaseException:
         # Also on Ctrl-C: an attempt that nobody finishes must not stay behind.
         coordinator.abort()
@@ -301,19 +304,14 @@ def pass_on(pending: PendingSave) -> None:
 
 
 def plan_work(
-    views: Sequence[RankView], directory: Path, fmt: SaveFormat, coordinator: Coordinator
+    job: JobTable, directory: Path, fmt: SaveFormat, coordinator: Coordinator
 ) -> list[Assignment]:
     """Share out the work. Rank 0."""
-    shards = [view.shards for view in views]
-    plan = coordinator.plan = fmt.plan(shards, directory)
-    for info in (info for view in shards for info in view):
-        if 0 in info.global_shape:
-            coordinator.empty[info.key] = StoredTensor(info.dtype, info.global_shape, (), info.role)
+    plan = coordinator.plan = fmt.plan(job, directory)
+    for row in np.flatnonzero((job.sizes[2] == 0).any(axis=1)).tolist():
+        info = job.views[job.rank[row]][job.index[row]]
+        coordinator.empty[info.key] = StoredTensor(info.dtype, info.global_shape, (), info.role)
     return [Assignment(directory, work, plan.passes_on) for work in plan.work]
-
-
-def _cloned(view: torch.Tensor | None) -> torch.Tensor | None:
-    return None if view is None else view.detach().clone()
 
 
 def _job(prepared: Prepared, assignment: Assignment, rank: int, options: SaveOptions) -> WriteJob:
@@ -360,13 +358,21 @@ def _result(written: Written | BaseException | None) -> Written:
     return written
 
 
-def proven(written: Sequence[Written], coordinator: Coordinator) -> list[WriteResult]:
-    """Return what all ranks wrote, or raise if something is missing. Rank 0."""
-    results = [result for one in written for result in one.results]
-    planned = coordinator.plan.num_results if coordinator.plan is not None else 0
-    if len(results) != planned:
-        raise CoordinationError(f"{planned} chunks were planned, {len(results)} written")
-    return results
+def proven(results: Sequence[Sized], coordinator: Coordinator) -> Any:
+    """Return what all ranks wrote as the format's documents take it. Rank 0.
+
+    Args:
+        results: What each rank has told, in rank order.
+        coordinator: Has the plan.
+
+    Raises:
+        CoordinationError: Something is missing.
+    """
+    plan, count = coordinator.plan, sum(map(len, results))
+    if plan is None or count != plan.num_results:
+        planned = plan.num_results if plan is not None else 0
+        raise CoordinationError(f"{planned} chunks were planned, {count} written")
+    return plan.combined(results)
 
 
 def commit_written(
@@ -380,7 +386,7 @@ def commit_written(
     if attempt is None or plan is None:
         raise CoordinationError("a commit without an attempt")
     fmt = prepared.request.format
-    results = proven(written, coordinator)
+    results = proven([one.results for one in written], coordinator)
     documents = fmt.documents(results, coordinator.empty, attempt.directory)
     if prepared.common is not None:
         documents[COMMON_FILE] = prepared.common
@@ -391,5 +397,6 @@ def commit_written(
         CheckpointingConfig(fmt.backend, fmt.version, *common_backend(prepared.request)),
         world_size=len(written),
         include_dir=options.include_dir,
+        dcp_metadata=options.dcp_metadata,
     )
     coordinator.attempt = None

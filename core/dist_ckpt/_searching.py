@@ -25,7 +25,7 @@ from dist_ckpt._engine.commit import (
     put_back,
 )
 from dist_ckpt._engine.leftovers import has_target, move_aside
-from dist_ckpt._formats.documents import METADATA_FILE, check_unchanged, read_manifest
+from dist_ckpt._formats.documents import OWN_DOCUMENTS, check_unchanged, read_manifest
 from dist_ckpt._formats.verification import shared_out, verify_files
 from dist_ckpt._opened import open_checkpoint
 from dist_ckpt.errors import (
@@ -122,7 +122,7 @@ def open_closely(path: Path, level: VerifyLevel, size: int, options: LoadOptions
 
 def _is_document(name: str) -> bool:
     """Whether a file is one of the small ones that tell what is in the others."""
-    return "/" not in name and (name.endswith(".json") or name == METADATA_FILE)
+    return "/" not in name and (name.endswith(".json") or name in OWN_DOCUMENTS)
 
 
 def look_through(directory: Path, share: Share, options: LoadOptions) -> Findings:

@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from dist_ckpt._geometry import Box, boxes_of_flat_range
+from dist_ckpt._geometry import Box, boxes_of_flat_range, is_regular_place
+from dist_ckpt._shard_fields import place_in_grid, plain_ints, plain_range, plain_replica_id
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.types import ReplicaId, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
 
 __all__ = ["ShardedBase", "ShardedTensor", "is_main_replica", "plain_ints", "plain_replica_id"]
+
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_WRITERS = ("main", "any", "first")
 
 
 class ShardedBase(ABC):
@@ -83,6 +87,8 @@ class ShardedTensor(ShardedBase):
 
     def __post_init__(self) -> None:
         """Turn the fields into plain tuples and ints, then check them."""
+        if self._is_common_case():
+            return
         where = f"ShardedTensor {self.key!r}"
         self.local_shape = plain_ints(self.local_shape, where, "local_shape")
         self.global_shape = plain_ints(self.global_shape, where, "global_shape")
@@ -92,9 +98,32 @@ class ShardedTensor(ShardedBase):
                 self.axis_fragmentations, where, "axis_fragmentations"
             )
         if self.flattened_range is not None:
-            self.flattened_range = _plain_range(self.flattened_range, self.local_shape, where)
+            self.flattened_range = plain_range(self.flattened_range, self.local_shape, where)
         self.replica_id = plain_replica_id(self.replica_id, where)
         self.validate_metadata_integrity()
+
+    def _is_common_case(self) -> bool:
+        """Whether all is in order, by a quick look that says no where a closer one is needed."""
+        data, local = self.data, self.local_shape
+        return (
+            type(self.replica_id) is int
+            and self.prepend_axis_num == 0
+            and self.flattened_range is None
+            and is_regular_place(
+                local, self.global_shape, self.global_offset, self.axis_fragmentations
+            )
+            and type(self.dtype) is torch.dtype
+            and (
+                data is None
+                or (
+                    type(data) in _TENSORS
+                    and data.dtype == self.dtype
+                    and not data.is_nested
+                    and data.shape == local
+                )
+            )
+            and self.writer in _WRITERS
+        )
 
     @classmethod
     def from_rank_offsets(
@@ -122,9 +151,10 @@ class ShardedTensor(ShardedBase):
                 f"ShardedTensor {key!r}: from_rank_offsets got flattened_range={flattened_range}.",
                 hint="use from_rank_offsets_flat for flattened tensors.",
             )
-        grid = _grid(key, tuple(data.shape), rank_offsets, prepend_axis_num=prepend_axis_num)
+        shape = tuple(data.shape)
+        grid = place_in_grid(key, shape, rank_offsets, prepend_axis_num=prepend_axis_num)
         options = (replica_id, prepend_axis_num, allow_shape_mismatch)
-        return cls(key, data, data.dtype, tuple(data.shape), *grid, *options, writer=writer)
+        return cls(key, data, data.dtype, shape, *grid, *options, writer=writer)
 
     @classmethod
     def from_rank_offsets_flat(
@@ -154,7 +184,9 @@ class ShardedTensor(ShardedBase):
                 f"Flattened ShardedTensor requires 1D data: {key!r} has shape {tuple(data.shape)}."
             )
         shape = plain_ints(non_flat_local_shape, f"ShardedTensor {key!r}", "non_flat_local_shape")
-        grid = _grid(key, shape, rank_offsets, prepend_axis_num=options.get("prepend_axis_num", 0))
+        grid = place_in_grid(
+            key, shape, rank_offsets, prepend_axis_num=options.get("prepend_axis_num", 0)
+        )
         return cls(key, data, data.dtype, shape, *grid, flattened_range=flattened_range, **options)
 
     @property
@@ -244,7 +276,22 @@ class ShardedTensor(ShardedBase):
 
     def without_data(self) -> ShardedTensor:
         """Return a copy whose ``data`` is None."""
-        return replace(self, data=None)
+        if type(self) is not ShardedTensor:
+            return replace(self, data=None)
+        return ShardedTensor(
+            self.key,
+            None,
+            self.dtype,
+            self.local_shape,
+            self.global_shape,
+            self.global_offset,
+            self.axis_fragmentations,
+            self.replica_id,
+            self.prepend_axis_num,
+            self.allow_shape_mismatch,
+            self.flattened_range,
+            writer=self.writer,
+        )
 
     def pieces(self) -> Iterator[tuple[Box, torch.Tensor | None]]:
         """Yield this rank's boxes of the global tensor, each with its view of ``data``.
@@ -256,7 +303,7 @@ class ShardedTensor(ShardedBase):
         data = None if self.data is None else self.data.detach()
         ones = (1,) * self.prepend_axis_num
         if self.flattened_range is None:
-            view = None if data is None else data[(None,) * self.prepend_axis_num]
+            view = data[(None,) * len(ones)] if ones and data is not None else data
             yield Box(self.global_offset, self._extents()), view
             return
         start, stop = self.flattened_range.start, self.flattened_range.stop
@@ -338,7 +385,7 @@ class ShardedTensor(ShardedBase):
             InvalidShardingError: With everything that does not fit.
         """
         problems = [*self._shape_problems(), *self._data_problems()]
-        if self.writer not in ("main", "any", "first"):
+        if self.writer not in _WRITERS:
             problems.append(f"writer must be 'main', 'any' or 'first', not {self.writer!r}")
         if problems:
             hint = None
@@ -420,65 +467,3 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
         return operator.index(replica_id) == 0  # type: ignore[arg-type]  # numpy ints have it too
     except TypeError:
         return all(operator.index(n) == 0 for n in replica_id)  # type: ignore[union-attr]
-
-
-def plain_replica_id(replica_id: Any, where: str) -> ReplicaId:
-    try:
-        return operator.index(replica_id)
-    except TypeError:
-        return plain_ints(replica_id, where, "replica_id")
-
-
-def plain_ints(values: Iterable[Any], where: str, name: str) -> tuple[int, ...]:
-    try:
-        return tuple(operator.index(n) for n in values)
-    except TypeError as e:
-        raise InvalidShardingError(f"{where}: {name} must hold integers, not {values!r}.") from e
-
-
-def _plain_range(flattened_range: slice, local_shape: tuple[int, ...], where: str) -> slice:
-    numel = math.prod(local_shape)
-    bounds = flattened_range.start, flattened_range.stop
-    start, stop = plain_ints(
-        (d if n is None else n for n, d in zip(bounds, (0, numel), strict=True)),
-        where,
-        "flattened_range",
-    )
-    if flattened_range.step not in (None, 1) or not 0 <= start <= stop <= numel:
-        raise InvalidShardingError(
-            f"{where}: flattened_range {flattened_range} is not a range without step of the "
-            f"{numel} elements of local_shape {local_shape}."
-        )
-    return slice(start, stop)
-
-
-def _grid(
-    key: str,
-    local_shape: tuple[int, ...],
-    rank_offsets: tuple[tuple[int, int, int], ...],
-    *,
-    prepend_axis_num: int,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return global shape, global offset and fragmentations that the rank offsets mean."""
-    extents = (1,) * prepend_axis_num + local_shape
-    places: dict[int, tuple[int, int]] = {}
-    problems = []
-    for axis, offset, fragments in rank_offsets:
-        if axis in places:
-            problems.append(f"Duplicated axis specified: {axis}")
-        if not 0 <= axis < len(extents):
-            problems.append(f"axis {axis} does not exist in {len(extents)} axes")
-        if not 0 <= offset < fragments:
-            problems.append(f"axis {axis}: offset {offset} is not in [0, {fragments})")
-        places[axis] = (offset, fragments)
-    if problems:
-        raise InvalidShardingError(
-            f"Invalid rank offsets: {rank_offsets} for ShardedTensor {key!r}: "
-            f"{'; '.join(problems)}."
-        )
-    cells = [places.get(axis, (0, 1)) for axis in range(len(extents))]
-    return (
-        tuple(n * fragments for n, (_, fragments) in zip(extents, cells, strict=True)),
-        tuple(n * offset for n, (offset, _) in zip(extents, cells, strict=True)),
-        tuple(fragments for _, fragments in cells),
-    )

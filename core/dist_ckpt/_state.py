@@ -11,9 +11,12 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dist_ckpt.dict_utils import (
     dict_list_map_outplace,
     extract_matching_values,
+    find_hidden_leaves,
     nested_items_with_path,
     nested_values,
 )
@@ -45,6 +48,12 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+
+_COMMON = frozenset({torch.Tensor, bool, bytes, float, int, str, type(None)})
+"""Leaves that are common values, with nothing inside."""
+
+_LEAVES = _COMMON | {LocalNonpersistentObject, ShardedObject, ShardedTensor}
+"""Leaves that nothing hides in: most are of these types, and that is quickly seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +89,7 @@ def split_for_save(sharded_state_dict: ShardedStateDict) -> SaveParts:
         InvalidShardingError: A sharded leaf hides in a tuple, set or dataclass, or is of no known
             kind.
     """
-    tree = _built(sharded_state_dict)
-    leaves = [leaf for leaf in nested_values(tree) if isinstance(leaf, ShardedBase)]
+    tree, leaves, _ = _built(sharded_state_dict)
     common = _common(tree)
     return SaveParts(
         common=common if isinstance(common, dict) else {},
@@ -96,31 +104,55 @@ def split_for_load(sharded_state_dict: ShardedStateDict) -> LoadParts:
     Raises:
         InvalidShardingError: A sharded leaf hides in a tuple, set or dataclass.
     """
-    factories, _ = extract_matching_values(
-        sharded_state_dict,
-        lambda x: isinstance(x, ShardedTensorFactory),
-        return_lists_as_dicts=True,
-    )
-    tree = _built(sharded_state_dict)
-    leaves = list(nested_values(tree))
+    tree, leaves, has_factories = _built(sharded_state_dict)
+    factories = _factories(sharded_state_dict) if has_factories else {}
     return LoadParts(
         template=tree,
-        factories=factories if isinstance(factories, dict) else dict(enumerate(factories)),
+        factories=factories,
         tensors=tuple(leaf for leaf in leaves if isinstance(leaf, ShardedTensor)),
         objects=tuple(leaf for leaf in leaves if isinstance(leaf, ShardedObject)),
     )
 
 
-def _built(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+def _factories(sharded_state_dict: ShardedStateDict) -> dict[Any, Any]:
+    found, _ = extract_matching_values(
+        sharded_state_dict,
+        lambda x: isinstance(x, ShardedTensorFactory),
+        return_lists_as_dicts=True,
+    )
+    return found if isinstance(found, dict) else dict(enumerate(found))
+
+
+def _built(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, list[Any], bool]:
+    """Return a copy with factories built, its leaves in order, and whether there were factories."""
     if not isinstance(sharded_state_dict, dict):
         raise InvalidShardingError(
             f"a sharded state dict is a dict, found {type(sharded_state_dict).__name__}"
         )
-    tree: ShardedStateDict = {key: _copied(value) for key, value in sharded_state_dict.items()}
-    apply_factories(tree)  # what they build is checked with the rest
-    reject_hidden_leaves(tree)
-    _refuse_unknown_leaves(tree)
-    return tree
+    tree: ShardedStateDict = _copied_items(sharded_state_dict)
+    leaves: list[Any] = []
+    _gather(tree, leaves)
+    odd = [leaf for leaf in leaves if type(leaf) not in _LEAVES]
+    has_factories = any(isinstance(leaf, ShardedTensorFactory) for leaf in odd)
+    if has_factories:
+        apply_factories(tree)  # what they build is checked with the rest
+        leaves.clear()
+        _gather(tree, leaves)
+        odd = [leaf for leaf in leaves if type(leaf) not in _LEAVES]
+    if find_hidden_leaves(odd, _is_sharded):
+        reject_hidden_leaves(tree)
+    if any(isinstance(leaf, ShardedBase) for leaf in odd):
+        _refuse_unknown_leaves(tree)
+    return tree, leaves, has_factories
+
+
+def _gather(node: Any, leaves: list[Any]) -> None:
+    """Add the leaves of a container, in order."""
+    for value in node.values() if isinstance(node, dict) else node:
+        if type(value) not in _LEAVES and isinstance(value, (dict, list)):
+            _gather(value, leaves)
+        else:
+            leaves.append(value)
 
 
 def _refuse_unknown_leaves(tree: ShardedStateDict) -> None:
@@ -143,10 +175,14 @@ def _copied(node: Any) -> Any:
     if _is_value(node):
         return node
     if isinstance(node, dict):
-        return {key: _copied(value) for key, value in node.items()}
+        return _copied_items(node)
     if type(node) is list:
-        return [_copied(value) for value in node]
+        return [one if type(one) in _LEAVES else _copied(one) for one in node]
     return dict_list_map_outplace(lambda leaf: leaf, node)
+
+
+def _copied_items(node: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: one if type(one) in _LEAVES else _copied(one) for key, one in node.items()}
 
 
 def _is_value(node: object) -> bool:
@@ -168,13 +204,19 @@ def _common(node: Any) -> Any:
 
     A list of nothing but sharded leaves goes as a whole: another layout may cut it differently.
     """
+    if type(node) is ShardedTensor:
+        return _ABSENT
     if isinstance(node, dict) and not _is_value(node):
         if _is_hole(node):
             raise InvalidShardingError(
                 f"the dict {node!r} cannot be stored: it marks the place of a sharded leaf."
             )
-        kept = {key: _common(value) for key, value in node.items()}
-        return {key: value for key, value in kept.items() if value is not _ABSENT}
+        kept = {}
+        for key, value in node.items():
+            found = value if type(value) in _COMMON else _common(value)
+            if found is not _ABSENT:
+                kept[key] = found
+        return kept
     if isinstance(node, list):
         values = [_common(value) for value in node]
         if values and all(value is _ABSENT for value in values):
@@ -207,25 +249,29 @@ def merge_after_load(
     whole = {id(one) for one in objects.values()}
 
     def value(leaf: object) -> object:
+        if isinstance(leaf, ShardedTensor):
+            return tensors.get(id(leaf), _ABSENT)
         if isinstance(leaf, LocalNonpersistentObject):
             local = leaf.unwrap()
             whole.add(id(local))
             return local
-        if isinstance(leaf, ShardedTensor):
-            return tensors.get(id(leaf), _ABSENT)
         if isinstance(leaf, ShardedObject):
             return objects.get(id(leaf), _ABSENT)
         return _ABSENT
 
     loaded = _map_leaves(value, parts.template)
-    loaded = apply_factory_merges(loaded, parts.factories)
+    if parts.factories:
+        loaded = apply_factory_merges(loaded, parts.factories)
     merged = _merged(common, loaded, (), whole)
     return merged if isinstance(merged, dict) else {}
 
 
 def _map_leaves(f: Callable[[object], object], node: Any) -> Any:
     if isinstance(node, dict):
-        return {key: _map_leaves(f, value) for key, value in node.items()}
+        return {
+            key: f(value) if type(value) in _LEAVES else _map_leaves(f, value)
+            for key, value in node.items()
+        }
     if isinstance(node, list):
         return [_map_leaves(f, value) for value in node]
     return f(node)
@@ -239,6 +285,9 @@ def _merged(common: Any, loaded: Any, path: tuple[Any, ...], whole: set[int]) ->
         # A copy keeps the class: an OrderedDict or a Counter stays one.
         base = copy.copy(common) if isinstance(common, dict) and not _is_hole(common) else {}
         for key, value in loaded.items():
+            if isinstance(value, torch.Tensor):
+                base[key] = value
+                continue
             result = _merged(base.get(key, _ABSENT), value, (*path, key), whole)
             if result is not _ABSENT:
                 base[key] = result

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dist_ckpt._comm import group_communicator
 from dist_ckpt._exchange import EXCHANGE_ALGOS, ShardId
 from dist_ckpt._integrity.match import describe_unexpected
-from dist_ckpt._planning.describe import local_shards
+from dist_ckpt._planning.table import local_shards
 from dist_ckpt.dict_utils import dict_list_map_outplace, nested_values
 from dist_ckpt.errors import CoordinationError, InvalidShardingError, MismatchError
 from dist_ckpt.exchange_utils import (

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from dist_ckpt._choice import chosen_save
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._preparing import SaveRequest
@@ -31,16 +32,22 @@ from dist_ckpt._pruning import (
     prune_steps,
     step_path,
 )
+from dist_ckpt._remembering import run_remembered
 from dist_ckpt._searching import checked_level
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.errors import CheckpointingException, CheckpointNotFoundError, ConfigError
 from dist_ckpt.events import LoggingSink, Pruned, emit_to
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path
 from dist_ckpt.recovery import forget_owner, newest_good, record_owner, sweep
-from dist_ckpt.serialization import StrictHandling, load, save
+from dist_ckpt.serialization import StrictHandling, load
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import make_directory, storage_errors
-from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
+from dist_ckpt.training_state import (
+    CheckpointView,
+    SaveMemory,
+    TrainingState,
+    save_training_state,
+)
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -102,6 +109,7 @@ class CheckpointManager:
         self.folder = Path(os.path.abspath(checked_path(folder)))  # noqa: PTH100 - resolve() would follow a link
         self._retention, self._verify_newest = retention, verify_newest
         self._save_options = save_options or SaveOptions()
+        self._memory = SaveMemory()
         self._load_options = load_options or LoadOptions()
         self._communicator, self._sinks = communicator, tuple(sinks)
         self._sweep_after_secs = sweep_after_secs
@@ -245,10 +253,17 @@ class CheckpointManager:
         if not isinstance(state, dict):
             save_training_state(
                 target, state, options=options, communicator=comm, saver=saver,
-                on_settled=lambda _: discard(),
+                on_settled=lambda _: discard(), memory=self._memory,
             )  # fmt: skip
         elif saver is None:
-            save(state, target, options=options, communicator=comm)
+            run_remembered(
+                self._memory,
+                lambda: chosen_save(None, None, options, state),
+                target,
+                comm,
+                options,
+                check_coverage=options.verify_sharding,
+            )
         else:
             fmt = new_format(*options.format)
             saver.submit(

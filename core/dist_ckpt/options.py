@@ -32,6 +32,9 @@ class SaveOptions:
             same file system.
         backend: The format: ``torch_dist``, or ``zarr`` (zarr v3) for what reads arrays by itself.
         include_dir: Its entries are moved into the checkpoint before it is committed (rank 0's).
+        dcp_metadata: Whether a torch_dist checkpoint has the ``.metadata`` by which
+            torch.distributed.checkpoint reads it, too. We do not need it; it grows with the number
+            of shards (160 bytes each).
     """
 
     thread_count: int = 2
@@ -41,6 +44,7 @@ class SaveOptions:
     backend: Literal["torch_dist", "zarr"] = "torch_dist"
     staging_dir: Path | None = None
     include_dir: Path | None = None
+    dcp_metadata: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that no save can work with."""

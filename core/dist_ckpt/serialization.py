@@ -22,9 +22,10 @@ from dist_ckpt._loading import (
     stored_keys,
 )
 from dist_ckpt._opened import check_indexed, open_checkpoint, open_together
-from dist_ckpt._planning.describe import local_shards
+from dist_ckpt._planning.table import local_shards
 from dist_ckpt._process_writing import staged_write
-from dist_ckpt._saving import PendingSave, SaveRequest, begin_save, run_save
+from dist_ckpt._remembering import SaveMemory, run_remembered
+from dist_ckpt._saving import PendingSave, SaveRequest, begin_save
 from dist_ckpt._state import split_for_load
 from dist_ckpt.dict_utils import dict_list_map_outplace, extract_matching_values
 from dist_ckpt.errors import CheckpointNotFoundError, ConfigError
@@ -38,6 +39,7 @@ from dist_ckpt.strategies.base import (
     get_default_strategy,
 )
 from dist_ckpt.strategies.generic import StrategyFormat, async_request
+from dist_ckpt.strategies.native import NativeSaveShardedStrategy
 from dist_ckpt.validation import StrictHandling, StrictPolicy, check_sharding, parse_strict_flag
 
 if TYPE_CHECKING:
@@ -99,8 +101,7 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
         validate_access_integrity: Check that main replicas tile every tensor exactly.
         async_sharded_save: Copy the data and return what writes and commits, for an
             ``AsyncCallsQueue``; nothing is visible before it is finalised.
-        preprocess_common_before_consistancy_check: Accepted, without effect: the common parts of
-            ranks are not compared, rank 0's is stored.
+        preprocess_common_before_consistancy_check: Accepted, without effect: rank 0's is stored.
         content_metadata: Stored beside the state, see ``load_content_metadata``.
         communicator: The ranks, if not those of the default process group.
         options: Further choices.
@@ -117,7 +118,7 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
     del preprocess_common_before_consistancy_check
     options = options or SaveOptions()
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
-    check_coverage = validate_access_integrity and options.verify_sharding
+    coverage = validate_access_integrity and options.verify_sharding
     target = path_to_tell(checkpoint_dir)
 
     def build() -> SaveRequest:
@@ -126,9 +127,20 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
         return chosen_save(sharded_strategy, common_strategy, options, state)
 
     if not async_sharded_save:
-        run_save(build, target, comm, options, check_coverage=check_coverage)
+        memory = _memory_of(sharded_strategy)
+        run_remembered(memory, build, target, comm, options, check_coverage=coverage)
         return None
-    return _later(begin_save(build, target, comm, options, check_coverage=check_coverage))
+    return _later(begin_save(build, target, comm, options, check_coverage=coverage))
+
+
+def _memory_of(strategy: object) -> SaveMemory | None:
+    """Return what was left by the save before, with the same strategy; None without one."""
+    if not isinstance(strategy, NativeSaveShardedStrategy):
+        return None
+    if strategy.memory is None:
+        strategy.memory = SaveMemory()
+    memory: SaveMemory = strategy.memory
+    return memory
 
 
 def _later(pending: PendingSave) -> AsyncRequest:

@@ -24,7 +24,7 @@ from dist_ckpt._comm import default_communicator
 from dist_ckpt._engine.commit import forget_aside, remove_tree
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._formats.native import new_format
-from dist_ckpt._live import Live, LiveDescriptions, LiveObjects
+from dist_ckpt._live import Live, LiveObjects
 from dist_ckpt._loading import (
     LoadRequest,
     read_common,
@@ -35,7 +35,8 @@ from dist_ckpt._loading import (
 )
 from dist_ckpt._names import adopt_torch_common, adopt_torch_keys, find_prefixes, rename
 from dist_ckpt._opened import check_indexed, open_checkpoint, open_together
-from dist_ckpt._saving import SaveRequest, run_save
+from dist_ckpt._remembering import SaveMemory, run_remembered
+from dist_ckpt._saving import SaveRequest
 from dist_ckpt.derive import (
     load_optimizer_state,
     model_layout,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointView",
+    "SaveMemory",
     "TrainingState",
     "is_checkpoint",
     "load_model_and_optimizer",
@@ -101,6 +103,7 @@ def save_training_state(
     communicator: Communicator | None = None,
     saver: BackgroundSaver | None = None,
     on_settled: Callable[[BaseException | None], None] | None = None,
+    memory: SaveMemory | None = None,
 ) -> None:
     """Save a job's state as one checkpoint directory. Collective.
 
@@ -113,6 +116,8 @@ def save_training_state(
         saver: Writes the checkpoint while training goes on: this returns when the state may change.
         on_settled: Called when a background save has ended, on another thread, with None or with
             what failed.
+        memory: What the save before has left for this one, and this one leaves for the next: the
+            plan is made anew only if something about it has changed. A saver has its own.
 
     Raises:
         CheckpointingException: On every rank, whatever failed on any; nothing is committed then.
@@ -120,11 +125,12 @@ def save_training_state(
     """
     options = options or SaveOptions()
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
+    descriptions = (saver or memory or SaveMemory()).descriptions
 
     def build() -> SaveRequest:
         checked_path(checkpoint_dir)  # what is no path on one rank is told to all
         given = state if isinstance(state, TrainingState) else state()
-        live, rests = (saver.descriptions if saver else LiveDescriptions()).describe(
+        live, rests = descriptions.describe(
             LiveObjects(
                 models=given.models,
                 optimizers=given.optimizers,
@@ -132,24 +138,17 @@ def save_training_state(
                 model_values=given.model_values,
             )
         )
-        return SaveRequest(
-            state_dict=_tree(given, live, rests, comm),
-            format=new_format(*options.format),
-            live=live,
-        )
+        tree, fmt = _tree(given, live, rests, comm), new_format(*options.format)
+        return SaveRequest(state_dict=tree, format=fmt, live=live)
 
-    target = path_to_tell(checkpoint_dir)
+    target, coverage = path_to_tell(checkpoint_dir), options.verify_sharding
     if saver is None:
-        run_save(build, target, comm, options, check_coverage=options.verify_sharding)
+        run_remembered(memory, build, target, comm, options, check_coverage=coverage)
         return
     saver.submit(
-        build,
-        target,
-        options=options,
-        communicator=comm,
-        check_coverage=options.verify_sharding,
+        build, target, options=options, communicator=comm, check_coverage=coverage,
         on_settled=on_settled,
-    )
+    )  # fmt: skip
 
 
 def _tree(

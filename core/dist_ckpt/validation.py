@@ -14,16 +14,22 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from dist_ckpt._integrity.coverage import (
     agreement_problems,
     coverage_problems,
     storage_problems,
 )
+from dist_ckpt._integrity.quick import agreeing_keys, storable_keys, tiled_keys
+from dist_ckpt._planning.together import JobTable
 from dist_ckpt.errors import CoordinationError, InvalidShardingError, MismatchError
 from dist_ckpt.mapping import ShardedObject, is_main_replica
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+
+    from numpy.typing import NDArray
 
     from dist_ckpt._planning.describe import ShardInfo
 
@@ -126,7 +132,7 @@ class RankView:
     ``formats`` are the backends and versions of a save, of the sharded and of the common part.
     """
 
-    shards: tuple[ShardInfo, ...]
+    shards: Sequence[ShardInfo]
     objects: tuple[ShardedObject, ...]
     formats: tuple[tuple[str, int], ...] = ()
 
@@ -148,15 +154,17 @@ def check_formats(views: Sequence[RankView]) -> None:
         )
 
 
-def check_sharding(views: Sequence[Sequence[ShardInfo]], *, coverage: bool) -> None:
+def check_sharding(views: JobTable | Sequence[Sequence[ShardInfo]], *, coverage: bool) -> None:
     """Raise if ranks disagree on a tensor or, with ``coverage``, if shards do not tile it.
 
     Raises:
         InvalidShardingError: With every problem found, of every key.
     """
-    problems = agreement_problems(views)
+    job = JobTable.of(views)
+    problems = agreement_problems(_open(job, agreeing_keys(job)))
     if coverage and not problems:
-        problems = [f"Invalid access pattern for {one}" for one in coverage_problems(views)]
+        found = coverage_problems(_open(job, tiled_keys(job)))
+        problems = [f"Invalid access pattern for {one}" for one in found]
     if problems:
         raise InvalidShardingError(
             f"Invalid sharding pattern validation. Errors: {shortened(problems)}",
@@ -164,13 +172,19 @@ def check_sharding(views: Sequence[Sequence[ShardInfo]], *, coverage: bool) -> N
         )
 
 
-def check_storable(views: Sequence[Sequence[ShardInfo]]) -> None:
+def _open(job: JobTable, accepted: NDArray[np.bool_]) -> list[list[ShardInfo]]:
+    """Return what is to be looked at one by one: the descriptions of keys that are not accepted."""
+    return job.only(np.flatnonzero(~accepted).tolist())
+
+
+def check_storable(views: JobTable | Sequence[Sequence[ShardInfo]]) -> None:
     """Raise if these shards would make a checkpoint that cannot be read back.
 
     Raises:
         InvalidShardingError: With every problem found, of every key.
     """
-    problems = storage_problems(views)
+    job = JobTable.of(views)
+    problems = storage_problems(_open(job, storable_keys(job)))
     if problems:
         raise InvalidShardingError(shortened(problems))
 

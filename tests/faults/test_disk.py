@@ -197,7 +197,7 @@ def damage_remove(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [damage_truncate, damage_remove])
 @pytest.mark.parametrize(
-    "name", ["__0_0.distcp", "index.json", "common.json", "manifest.json", ".metadata"]
+    "name", ["__0_0.distcp", "index.bin", "common.json", "manifest.json", ".metadata"]
 )
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
     """A short or missing file is corruption, with its name; it is never half a success."""

@@ -231,7 +231,7 @@ def test_pairs_of_files_that_are_swapped(damaged: Damaged) -> None:
 
 MIXTURES: dict[str, Callable[[str], bool]] = {
     "data": lambda name: not name.endswith(".json") or "/" in name,
-    "documents": lambda name: name in ("index.json", "common.json", ".metadata"),
+    "documents": lambda name: name in ("index.json", "index.bin", "common.json", ".metadata"),
     "all but the manifest": lambda name: name != "manifest.json",
     "manifest": lambda name: name == "manifest.json",
 }

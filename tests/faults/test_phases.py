@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dist_ckpt import CheckpointingException, ShardedTensor, _saving, load, save
-from dist_ckpt._formats.torch_dist import format as torch_dist
+from dist_ckpt._formats.torch_dist import write as torch_dist
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailedError
 from dist_ckpt.storage.local import is_directory
 from dist_ckpt.testing import ThreadWorld

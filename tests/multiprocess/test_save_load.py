@@ -178,6 +178,6 @@ def test_saving_again_and_again(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
     names = {entry.name for entry in (tmp_path / "c").iterdir()}
     assert names == {
-        "metadata.json", "manifest.json", "index.json", "common.json", ".metadata",
+        "metadata.json", "manifest.json", "index.bin", "common.json", ".metadata",
         "__0_0.distcp", "__1_0.distcp", "__2_0.distcp",
     }  # fmt: skip

@@ -122,14 +122,15 @@ def fail_one(rank: int, size: int, path: str, version: int, where: str) -> str:
         raise StorageError("the disk says no")
 
     if rank == 1:
-        setattr(LocalStore if where == "write" else zarr_write._Writer, where, refused)
+        owner = {"write": LocalStore, "_cell": zarr_write._Files, "shared_cell": zarr_write}
+        setattr(owner[where], where, refused)
     with pytest.raises(CheckpointingException) as caught:
         save_all(rank, size, path, version)
     return str(caught.value)
 
 
 @BOTH
-@pytest.mark.parametrize("where", ["write", "_start", "_fetch"])
+@pytest.mark.parametrize("where", ["write", "_cell", "shared_cell"])
 def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path, where: str, version: int) -> None:
     """While pieces are passed on, while cells are written: nothing is committed, nothing stays."""
     messages = run_ranks(fail_one, 3, str(tmp_path / "c"), version, where)

@@ -43,7 +43,7 @@ DAMAGES: dict[str, tuple[str, str]] = {
     "flip data": ("__0_0.distcp", "full"),
     "cut data": ("__0_0.distcp", "open"),
     "lose data": ("__0_0.distcp", "open"),
-    "flip index": ("index.json", "open"),
+    "flip index": ("index.bin", "open"),
     "flip common": ("common.json", "open"),
     "flip manifest": ("manifest.json", "open"),
     "lose manifest": ("manifest.json", "open"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
@@ -110,3 +112,58 @@ def test_narrowed_shards_make_up_the_narrowed_tensor(data: st.DataObject) -> Non
         whole[one.global_slice()] = one.data  # type: ignore[assignment]
     locals_ = [shard.data.narrow(dim, start, length) for shard in shards]  # type: ignore[union-attr]
     assert torch.equal(whole, torch.cat(locals_, dim=cut))
+
+
+SIZES = st.lists(st.integers(-1, 4) | st.sampled_from([True, np.int64(2)]), max_size=3)
+TUPLES = SIZES.map(tuple) | SIZES | SIZES.map(lambda sizes: tuple(abs(int(n)) for n in sizes))
+
+
+@st.composite
+def fields(draw: st.DrawFn) -> tuple[Any, ...]:
+    """Draw the fields of a shard: right ones, or anything."""
+    if draw(st.booleans()):
+        data, offsets, prepended = draw(grids())
+        one = ShardedTensor.from_rank_offsets("x", data, *offsets, prepend_axis_num=prepended)
+        place: tuple[Any, ...] = (one.local_shape, one.global_shape, one.global_offset)
+        fragments: Any = one.axis_fragmentations
+    else:
+        local = draw(TUPLES)
+        numel = tuple(max(0, int(n)) for n in local)
+        data, prepended = torch.zeros(numel), draw(st.integers(0, 1))
+        place = local, draw(TUPLES), draw(TUPLES)
+        fragments = draw(TUPLES)
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.int8, "float32"]))
+    some = draw(st.sampled_from([None, data, data.view(*data.shape, 1), data.numpy()]))
+    return (
+        (some, dtype, *place, draw(st.sampled_from([None, fragments]))),
+        {
+            "replica_id": draw(st.sampled_from([0, 3, (0, 1), True, np.int64(1)])),
+            "prepend_axis_num": prepended,
+            "allow_shape_mismatch": draw(st.booleans()),
+            "writer": draw(st.sampled_from(["main", "any", "first", "nobody"])),
+        },
+    )
+
+
+@given(fields())
+def test_a_quick_look_accepts_what_a_close_look_does(given_: tuple[Any, ...]) -> None:
+    """The same fields of the same types come out, or the same error."""
+    positional, named = given_
+
+    def made() -> object:
+        try:
+            one = ShardedTensor("x", *positional, **named)
+        except InvalidShardingError as error:
+            return str(error)
+        shapes = (one.local_shape, one.global_shape, one.global_offset, one.axis_fragmentations)
+        return [
+            [(type(part), part, [*map(type, part or ())]) for part in shapes],
+            (type(one.replica_id), one.replica_id, one.dtype, one.writer),
+            one.data is positional[0],
+        ]
+
+    quick = made()
+    with patch.object(ShardedTensor, "_is_common_case", lambda _: False):
+        close = made()
+
+    assert quick == close

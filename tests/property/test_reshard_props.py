@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
+from unittest.mock import patch
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt import ShardedTensor, load, load_plain_tensors, save
+from dist_ckpt._formats import spans
 from dist_ckpt._formats.opening import open_contents
 from dist_ckpt._geometry import Box
 from dist_ckpt.storage import Extent, LocalStore
@@ -72,7 +74,8 @@ class ReadCounter:
     def __enter__(self) -> Self:
         def counted(store: LocalStore, name: str, extents: Sequence[Extent]) -> None:
             rank = threading.current_thread().name
-            self.nbytes[rank] += sum(memoryview(e.buffer).nbytes for e in extents)
+            if name.endswith(".distcp"):
+                self.nbytes[rank] += sum(memoryview(e.buffer).nbytes for e in extents)
             self._original(store, name, extents)
 
         LocalStore.read_ranges = counted  # type: ignore[method-assign]
@@ -113,7 +116,8 @@ def test_any_tiling_loads_any_other(
             return sum(v.numel() * v.element_size() for v in views)
 
         ThreadWorld(n).run(save_it)
-        with ReadCounter() as counter:
+        # A gap of a few bytes is read along, as that is cheaper than a call; not here.
+        with ReadCounter() as counter, patch.object(spans, "_GAP_NBYTES", 0):
             needed = ThreadWorld(m).run(load_it)
 
         assert torch.equal(load_plain_tensors(target)["x"], whole)

@@ -24,6 +24,7 @@ from dist_ckpt._formats.zarr.grid import (
     split_on_grid,
     whole_cells,
 )
+from dist_ckpt._formats.zarr.layout import is_by_rows
 from dist_ckpt._formats.zarr.names import paths_of_keys
 from dist_ckpt._formats.zarr.plan import plan_arrays
 from dist_ckpt._geometry import Box, boxes_of_flat_range
@@ -154,6 +155,7 @@ def test_grids_are_fit_for_their_boxes(
         grid = choose_grid(shape, boxes, 4, zarr_format)
 
     assert all(c >= 1 and c % i == 0 for c, i in zip(grid.cell, grid.inner, strict=True))
+    assert is_by_rows(grid.cell, grid.inner)
     for box in boxes:
         inside = whole_cells(box, grid.cell, shape)
         rest = list(around(box, inside))

@@ -20,8 +20,9 @@ from dist_ckpt._formats.zarr.format import ZarrFormat
 from dist_ckpt._formats.zarr.index import zarr_index_from_json
 from dist_ckpt._formats.zarr.read import read_into
 from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import local_shards
 from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
+from dist_ckpt._planning.table import local_shards
+from dist_ckpt._planning.together import JobTable
 from dist_ckpt._state import SaveParts
 from dist_ckpt.storage import open_store
 
@@ -36,7 +37,7 @@ def save_ranks(
     shards = [local_shards(tensors) for tensors in ranks]
     views = [[shard.info for shard in held] for held in shards]
     formats: list[SaveFormat] = [ZarrFormat(version) for _ in ranks]
-    plan = formats[0].plan(views, directory)
+    plan = formats[0].plan(JobTable(views), directory)
     jobs = [
         WriteJob(
             parts=SaveParts(common={}, tensors=(), objects=()),

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dist_ckpt._live import Live, LiveDescriptions, LiveObjects, _described
+from dist_ckpt._live import (
+    Live,
+    LiveDescriptions,
+    LiveObjects,
+    _described,
+    _signature,
+    _Unfamiliar,
+)
 from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
+
+
+@contextmanager
+def fake_world() -> Iterator[None]:
+    """Be the only rank of a job."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Net(nn.Module):
@@ -143,9 +164,65 @@ def strides(model: Net, optimizer: Any) -> None:
         model.first.weight.set_(model.first.weight.untyped_storage(), 0, (4, 3), (1, 4))
 
 
+def resized(model: Net, optimizer: Any) -> None:
+    with torch.no_grad():
+        model.norm.running_mean.resize_(5)
+        model.norm.running_var.resize_(5)
+
+
+def negative(model: Net, optimizer: Any) -> None:
+    model.norm.running_mean = torch._neg_view(model.norm.running_mean)
+
+
+def negative_data(model: Net, optimizer: Any) -> None:
+    model.first.weight.data = torch._neg_view(model.first.weight.data)
+
+
+def swapped_modules(model: Net, optimizer: Any) -> None:
+    model.first, model.second = model.second, model.first
+
+
+def swapped_buffers(model: Net, optimizer: Any) -> None:
+    norm = model.norm
+    norm.running_mean, norm.running_var = norm.running_var, norm.running_mean
+
+
+def another_module(model: Net, optimizer: Any) -> None:
+    model.norm = nn.BatchNorm1d(2)
+
+
+def another_class(model: Net, optimizer: Any) -> None:
+    model.first.__class__ = type("Own", (nn.Linear,), {})
+
+
+def no_parameter(model: Net, optimizer: Any) -> None:
+    model.first.bias = None
+
+
+def another_dict(model: Net, optimizer: Any) -> None:
+    model.first._parameters = {"weight": nn.Parameter(torch.zeros(4, 3)), "bias": None}
+
+
+def exchanged_states(model: Net, optimizer: Any) -> None:
+    state = optimizer.state[model.norm.weight]
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+
+
+def shrunk_group(model: Net, optimizer: Any) -> None:
+    optimizer.state.pop(optimizer.param_groups[0]["params"].pop())
+
+
+def regrouped(model: Net, optimizer: Any) -> None:
+    (group,) = optimizer.param_groups
+    last = group["params"].pop()
+    optimizer.param_groups.append({**group, "params": [last]})
+
+
 CHANGES: tuple[Callable[[Net, Any], None], ...] = (
     swap_data, new_parameter, cast, new_buffer, another_buffer, not_persistent, renamed, tied,
-    less_state, another_state, new_state, another_group, strides,
+    less_state, another_state, new_state, another_group, strides, resized, negative, negative_data,
+    swapped_modules, swapped_buffers, another_module, another_class, no_parameter, another_dict,
+    exchanged_states, shrunk_group, regrouped,
 )  # fmt: skip
 
 
@@ -202,6 +279,39 @@ def test_numbers_in_a_state_are_never_remembered() -> None:
 
     assert first.parts.common != second.parts.common
     assert same(second, _described(objects(model, optimizer))[0])
+
+
+def test_a_local_tensor_of_a_sharded_one_is_looked_at() -> None:
+    """What a DTensor holds may be another tensor while it stays the same object."""
+    with fake_world():
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        descriptions = LiveDescriptions()
+        first, _ = descriptions.describe(objects(model))
+        assert descriptions.describe(objects(model))[0] is first
+
+        local = model.weight._local_tensor
+        model.weight._local_tensor = local.clone()
+        second, _ = descriptions.describe(objects(model))
+        model.weight._spec = distribute_tensor(torch.zeros(4, 4), mesh, [Replicate()])._spec
+        third, _ = descriptions.describe(objects(model))
+
+    assert first is not second
+    assert second is not third
+    assert local.data_ptr() in {one.view.data_ptr() for one in first.shards}  # type: ignore[union-attr]  # have data
+    assert local.data_ptr() not in {one.view.data_ptr() for one in second.shards}  # type: ignore[union-attr]  # have data
+
+
+def test_state_of_what_is_no_parameter_is_never_remembered() -> None:
+    """Whose it is cannot be told."""
+    model, optimizer = made()
+    descriptions = LiveDescriptions()
+    optimizer.state[torch.ones(2)] = {"more": torch.ones(2)}
+
+    with pytest.raises(_Unfamiliar):
+        _signature(objects(model, optimizer))
+    assert descriptions._live is None
 
 
 def test_values_of_hooks_are_never_remembered() -> None:

@@ -246,7 +246,7 @@ def test_nothing_goes_if_nothing_is_good(tmp_path: Path) -> None:
     keep_all = CheckpointManager(tmp_path)
     for step in (1, 2):
         keep_all.save(step, state(float(step)))
-        (tmp_path / f"step_{step}" / "index.json").unlink()
+        (tmp_path / f"step_{step}" / "index.bin").unlink()
 
     assert manager.prune() == []
     assert names(tmp_path) == ["step_1", "step_2"]
@@ -278,7 +278,7 @@ def test_what_is_no_step_is_left_alone(tmp_path: Path) -> None:
 def test_a_step_that_is_no_good_is_saved_again(tmp_path: Path) -> None:
     """What was there is set aside: a save refuses what it does not know for a checkpoint."""
     manager = CheckpointManager(tmp_path)
-    for step, name in ((1, "metadata.json"), (2, "manifest.json"), (3, "index.json")):
+    for step, name in ((1, "metadata.json"), (2, "manifest.json"), (3, "index.bin")):
         manager.save(step, state(1.0))
         (tmp_path / f"step_{step}" / name).unlink()
 

@@ -10,9 +10,10 @@ import torch
 
 from dist_ckpt import CorruptedCheckpointError, InvalidShardingError, ShardedTensor
 from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import dtype_from_name, dtype_name, local_shards
+from dist_ckpt._planning.describe import dtype_from_name, dtype_name
 from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt._planning.load import byte_runs, plan_reads
+from dist_ckpt._planning.table import local_shards
 from dist_ckpt._sealing import sealed
 
 CHUNK = StoredChunk(Box((2, 0), (4, 6)), "__0_0.distcp", 100, 96)

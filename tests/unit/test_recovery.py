@@ -76,10 +76,10 @@ def flip(path: Path, position: int | None = None) -> None:
 
 
 def data_file(path: Path) -> Path:
-    """Return the largest file of a checkpoint: the one with the tensor."""
-    return max(
-        (one for one in path.rglob("*") if one.is_file()), key=lambda one: one.stat().st_size
-    )
+    """Return the largest file of tensors."""
+    files = (one for one in path.rglob("*") if one.is_file())
+    data = (one for one in files if one.suffix == ".distcp" or one.name.startswith("c."))
+    return max(data, key=lambda one: one.stat().st_size)
 
 
 # -- one checkpoint --------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ def test_a_broken_disk_under_a_document(tmp_path: Path, monkeypatch: pytest.Monk
     original = LocalStore.read
 
     def bad_sector(self: LocalStore, name: str, **kwargs: Any) -> bytes:
-        if "step_2" in repr(self) and name == "index.json":
+        if "step_2" in repr(self) and name == "index.bin":
             raise StorageError("cannot read") from OSError(errno.EIO, "broken")
         return original(self, name, **kwargs)
 

@@ -39,6 +39,7 @@ from dist_ckpt import (
 from dist_ckpt.core import check_is_distributed_checkpoint
 from dist_ckpt.errors import UnknownStrategyError
 from dist_ckpt.serialization import validate_sharding_integrity
+from tests._forge import Index
 from tests._reseal import edit_index
 
 DTYPES = sorted(
@@ -752,13 +753,13 @@ def test_chunks_that_overlap_in_the_index_are_corruption(tmp_path: Path) -> None
     first, second = box(0, 2, 4), box(2, 2, 4)
     save({"x": [first, second]}, tmp_path / "c")
 
-    def overlap(index: dict[str, Any]) -> None:
-        chunks = index["tensors"]["x"]["chunks"]
-        chunks[1][0] = chunks[0][0]
+    def overlap(index: Index) -> None:
+        first, second = index.tensor("x").rows
+        second.offset = first.offset
 
     edit_index(tmp_path / "c", overlap)
 
-    with pytest.raises(CorruptedCheckpointError, match=r"overlap in x"):
+    with pytest.raises(CorruptedCheckpointError, match=r"overlap in 'x'"):
         load_plain_tensors(tmp_path / "c")
 
 
@@ -766,9 +767,9 @@ def test_chunks_that_share_bytes_are_corruption(tmp_path: Path) -> None:
     """Few bytes of a file could be any number of tensors."""
     save({"x": [box(0, 2, 4), box(2, 2, 4)]}, tmp_path / "c")
 
-    def share(index: dict[str, Any]) -> None:
-        chunks = index["tensors"]["x"]["chunks"]
-        chunks[1][2:] = chunks[0][2:]
+    def share(index: Index) -> None:
+        first, second = index.tensor("x").rows
+        second.file, second.position = first.file, first.position
 
     edit_index(tmp_path / "c", share)
 

@@ -167,3 +167,48 @@ def test_what_a_factory_builds_hides_nothing_either(split: Any) -> None:
 
     with pytest.raises(InvalidShardingError, match=r"'x' at f.0;"):
         split({"f": factory})
+
+
+class OwnTensor(ShardedTensor):
+    """A sharded tensor of the user's own class."""
+
+
+def test_leaves_of_other_classes_are_looked_at_closely() -> None:
+    """A subclass is what it is; what is hidden is found behind any number of plain leaves."""
+    data = torch.ones(1)
+    own = OwnTensor("own", data, data.dtype, (1,), (1,), (0,), None)
+    plain: dict[str, Any] = {str(i): i for i in range(50)}
+
+    assert split_for_save({**plain, "o": own}).tensors == (own,)
+    assert split_for_load({**plain, "o": [own]}).tensors == (own,)
+    for hidden in ((own,), {"x": ({1: own},)}, [(tensor("t"),)], collections.deque([tensor("t")])):
+        with pytest.raises(InvalidShardingError, match="tuples, sets or dataclasses"):
+            split_for_save({**plain, "h": hidden})
+
+
+def test_what_a_factory_hides_is_found() -> None:
+    """Also when there was nothing to hide before it was built."""
+    factory = ShardedTensorFactory(
+        "f",
+        torch.ones(1),
+        lambda key, *_: {"x": (tensor(key),)},
+        lambda loaded: loaded,  # type: ignore[arg-type, return-value]
+    )
+
+    for split in (split_for_save, split_for_load):
+        with pytest.raises(InvalidShardingError, match="tuples, sets or dataclasses"):
+            split({"f": [factory]})
+
+
+def test_loaded_tensors_stand_where_the_common_part_has_something_else() -> None:
+    """A tensor takes the place of whatever is stored there."""
+    request = {"a": tensor("a"), "b": {"c": tensor("c")}}
+    parts = split_for_load(request)
+    values = {id(one): torch.full((1,), 3.0) for one in parts.tensors}
+
+    loaded = merge_after_load(parts, {"a": HOLE, "b": {"c": [1, 2], "d": 4}}, values, {})
+
+    assert loaded == {
+        "a": values[id(request["a"])],
+        "b": {"c": values[id(parts.tensors[1])], "d": 4},
+    }

@@ -563,7 +563,7 @@ def test_one_that_is_saved_again_while_tensors_are_removed_stays(
 
 
 @pytest.mark.parametrize(
-    ("fmt", "name"), [(("torch_dist", 1), ".metadata"), (("zarr", 2), "index.json")]
+    ("fmt", "name"), [(("torch_dist", 1), "index.bin"), (("zarr", 2), "index.json")]
 )
 def test_damage_gets_no_new_checksum(tmp_path: Path, fmt: tuple[str, int], name: str) -> None:
     """What is written anew was compared: else a flipped offset would verify from then on."""
@@ -767,11 +767,11 @@ def test_threads_of_a_strategy_stand_before_those_of_the_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A strategy object has a number of its own; a tuple has none."""
-    from dist_ckpt import SaveOptions, _loading
-    from dist_ckpt._formats.torch_dist import format as torch_dist
+    from dist_ckpt import SaveOptions, _filling
+    from dist_ckpt._formats.torch_dist import write as torch_dist
 
     told: list[int] = []
-    for module, name in ((torch_dist, "write_shards"), (_loading, "read_into")):
+    for module, name in ((torch_dist, "write_shards"), (_filling, "read_wanted")):
         original = getattr(module, name)
 
         def noting(*args: Any, original: Any = original, **kwargs: Any) -> Any:

@@ -12,7 +12,6 @@ import torch
 from dist_ckpt import ShardedTensor
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.verification import VerifiedStore
-from dist_ckpt._formats.zarr import slices
 from dist_ckpt._formats.zarr.read import read_into
 from dist_ckpt._formats.zarr.scan import scan_arrays
 from dist_ckpt._geometry import Box
@@ -52,8 +51,8 @@ def test_a_part_needs_only_its_own_chunks(tmp_path: Path, version: int) -> None:
         read_box(tmp_path, index, "w", Box((3, 0), (2, 6)))
 
 
-def test_a_part_of_a_shard_reads_only_its_inner_chunks(tmp_path: Path) -> None:
-    """Of 16 MiB in one file, a row costs one inner chunk; the other bytes may be anything."""
+def test_a_part_of_a_shard_reads_only_its_own_bytes(tmp_path: Path) -> None:
+    """Of 16 MiB in one file, a row costs a row; the other bytes may be anything."""
     tensor = torch.randn(4096, 1024)
     index = save_ranks(tmp_path, [[ShardedTensor.from_rank_offsets("w", tensor)]], 2)
     row = torch.empty(1, 1024)
@@ -66,7 +65,7 @@ def test_a_part_of_a_shard_reads_only_its_inner_chunks(tmp_path: Path) -> None:
         thread_count=1,
     )
 
-    assert nbytes == 2 << 20
+    assert nbytes == 4096
     assert torch.equal(row[0], tensor[700])
 
 
@@ -355,22 +354,16 @@ def test_a_failing_file_system_is_a_storage_error(tmp_path: Path, version: int) 
         read_whole(tmp_path, index, "w")
 
 
-def large_chunks(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[torch.Tensor, CheckpointIndex]:
-    """Save rows as v2, and take its chunks for large ones."""
+def uneven_rows(directory: Path) -> tuple[torch.Tensor, CheckpointIndex]:
+    """Save rows as v2; the last chunk reaches beyond the tensor."""
     tensor = values((10, 6))
     ranks = [boxes_of(tensor, "w", [Box((s, 0), (min(4, 10 - s), 6))]) for s in (0, 4, 8)]
-    index = save_ranks(directory, ranks, 1)
-    monkeypatch.setattr(slices, "_LARGE_NBYTES", 1)
-    return tensor, index
+    return tensor, save_ranks(directory, ranks, 1)
 
 
-def test_of_large_plain_chunks_only_the_needed_bytes_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_plain_chunks_only_the_needed_bytes_are_read(tmp_path: Path) -> None:
     """A shard of Megatron-Core is one chunk: a row of it costs a row. The last one is padded."""
-    tensor, index = large_chunks(tmp_path, monkeypatch)
+    tensor, index = uneven_rows(tmp_path)
     row = torch.empty(1, 6)
 
     nbytes = read_into(
@@ -388,11 +381,9 @@ def test_of_large_plain_chunks_only_the_needed_bytes_are_read(
 
 
 @pytest.mark.parametrize("cut", [None, 10])
-def test_damage_of_large_plain_chunks_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: int | None
-) -> None:
+def test_damage_of_plain_chunks_is_noticed(tmp_path: Path, cut: int | None) -> None:
     """Missing or truncated."""
-    _, index = large_chunks(tmp_path, monkeypatch)
+    _, index = uneven_rows(tmp_path)
     path = tmp_path / "w" / "1.0"
     data = path.read_bytes()
     path.unlink()

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dist_ckpt import ShardedObject, ShardedTensor, load, save
-from dist_ckpt._formats.zarr.format import ZarrFormat
 from dist_ckpt._formats.zarr.metadata import array_dtype
 from dist_ckpt._geometry import Box, boxes_of_flat_range
 from dist_ckpt.errors import StorageError, UnknownStrategyError
@@ -276,12 +275,20 @@ def test_keys_that_are_no_path_are_stored_all_the_same(
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
-def test_without_tensorstore_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is written."""
+@BOTH
+def test_what_is_plain_needs_no_tensorstore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Neither to write it nor to read it; what is not says which package is missing."""
     monkeypatch.setitem(sys.modules, "tensorstore", None)
+    index = save_ranks(tmp_path / "c", one_rank(w=values((3, 5))), version)
 
+    assert torch.equal(read_whole(tmp_path / "c", index, "w"), values((3, 5)))
+    document = tmp_path / "c" / "w" / (".zarray" if version == 1 else "zarr.json")
+    told = json.loads(document.read_text())
+    document.write_text(json.dumps({**told, "fill_value": 1.0}))
     with pytest.raises(UnknownStrategyError, match="install `tensorstore`"):
-        ZarrFormat(1)
+        read_whole(tmp_path / "c", index, "w")
 
 
 @BOTH

@@ -125,6 +125,7 @@ class Publication:
         config: What the marker says.
         world_size: Number of ranks that save.
         include_dir: Its entries are moved into the checkpoint.
+        dcp_metadata: Whether DCP's own document stands beside our index.
     """
 
     attempt: Attempt
@@ -133,6 +134,7 @@ class Publication:
     config: CheckpointingConfig
     world_size: int
     include_dir: Path | None = None
+    dcp_metadata: bool = True
 
     def publish(self, reports: Sequence[Mapping[str, FileSum]]) -> None:
         """Write documents and marker, and rename. ``reports``: each rank's files.
@@ -160,6 +162,7 @@ class Publication:
             self.config,
             world_size=self.world_size,
             include_dir=self.include_dir,
+            dcp_metadata=self.dcp_metadata,
         )
 
     def is_published(self) -> bool:

@@ -61,10 +61,10 @@ def encode(value: object, *, path: str = "", own: ValueTypes | None = None) -> E
 
 def _stands_for_itself(value: object) -> bool:
     kind = type(value)
+    if kind is str:
+        return _is_text(value)
     if value is None or kind is bool:
         return True
-    if isinstance(value, str):
-        return kind is str and _is_text(value)
     if isinstance(value, int):
         return kind is int and -_INT_LIMIT <= value < _INT_LIMIT
     return kind is float and isinstance(value, float) and math.isfinite(value)
@@ -113,7 +113,10 @@ class Encoder:
 
     def _compound(self, value: object) -> Any:
         if type(value) is list:
-            return [self._child(i, item) for i, item in enumerate(value)]
+            return [
+                item if _stands_for_itself(item) else self._child(i, item)
+                for i, item in enumerate(value)
+            ]
         if (one := self._own.of_class(type(value))) is not None:
             return self._own_value(value, one)
         if isinstance(value, dict) and (document := self._mapping(value)) is not None:

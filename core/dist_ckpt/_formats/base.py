@@ -6,7 +6,7 @@ save (``_saving``), committing (``_engine.commit``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
     from dist_ckpt._checksums import FileSum
     from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.describe import LocalShard, ShardInfo
+    from dist_ckpt._planning.describe import ShardInfo
     from dist_ckpt._planning.index import StoredChunk, StoredTensor
+    from dist_ckpt._planning.table import LocalShards
+    from dist_ckpt._planning.together import JobTable
     from dist_ckpt._state import SaveParts
 
 __all__ = ["Destination", "SaveFormat", "SavePlan", "WriteJob", "WriteResult", "Written"]
@@ -47,19 +49,26 @@ class WriteResult:
     record_nbytes: int = 0
 
 
+def flattened(results: Sequence[Sequence[WriteResult]]) -> list[WriteResult]:
+    """Return the chunks of all ranks in one list."""
+    return [result for one in results for result in one]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
     """What rank 0 decided.
 
     Attributes:
         work: For each rank what it has to do; picklable; only the format looks inside.
-        num_results: How many ``WriteResult`` all ranks together must return.
+        num_results: How many chunks all ranks together must tell of.
+        combined: Makes of what the ranks tell, rank by rank, what ``documents`` takes.
         passes_on: Whether ranks hand pieces to each other before they write.
         files: Files that planning has made already, complete and durable, with their checksums.
     """
 
     work: Sequence[Any]
     num_results: int
+    combined: Callable[[Sequence[Any]], Any] = flattened
     passes_on: bool = False
     files: Mapping[str, FileSum] = field(default_factory=dict)
 
@@ -78,7 +87,7 @@ class WriteJob:
     """
 
     parts: SaveParts
-    shards: Sequence[LocalShard]
+    shards: LocalShards
     work: Any
     directory: Path
     rank: int
@@ -89,11 +98,12 @@ class WriteJob:
 class Written:
     """What one rank wrote: files with their checksums, complete and durable, and the boxes in them.
 
-    ``files`` is None if the format does not tell: rank 0 then lists the directory.
+    ``files`` is None if the format does not tell: rank 0 then lists the directory. ``results`` are
+    in the format's own form, see ``SavePlan.combined``.
     """
 
     files: Mapping[str, FileSum] | None
-    results: Sequence[WriteResult] = ()
+    results: Sized = ()
 
 
 class SaveFormat(Protocol):
@@ -113,7 +123,7 @@ class SaveFormat(Protocol):
     stores_common: bool
     is_collective: bool
 
-    def plan(self, views: Sequence[Sequence[ShardInfo]], directory: Path) -> SavePlan:
+    def plan(self, job: JobTable, directory: Path) -> SavePlan:
         """Share out the work, and make what must be there before any rank writes. Rank 0."""
         ...
 
@@ -130,12 +140,12 @@ class SaveFormat(Protocol):
         ...
 
     def documents(
-        self, results: Sequence[WriteResult], empty: Mapping[str, StoredTensor], directory: Path
+        self, results: Any, empty: Mapping[str, StoredTensor], directory: Path
     ) -> dict[str, bytes]:
         """Return the small files that tell what lies where, by name. Rank 0.
 
         Args:
-            results: What all ranks wrote.
+            results: What all ranks wrote, as ``SavePlan.combined`` returns it.
             empty: Tensors without elements, of which nothing is written.
             directory: The attempt directory; what was only for passing on is removed from it.
         """

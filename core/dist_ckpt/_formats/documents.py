@@ -18,12 +18,13 @@ from dist_ckpt._formats.manifest import (
     MAX_DOCUMENT_NBYTES,
     METADATA_FILE,
     OWN_DOCUMENTS,
+    PACKED_INDEX_FILE,
     Manifest,
+    check_same,
     files_of_checkpoint,
     read_manifest,
     write_documents,
 )
-from dist_ckpt.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,6 +40,7 @@ __all__ = [
     "MAX_DOCUMENT_NBYTES",
     "METADATA_FILE",
     "OWN_DOCUMENTS",
+    "PACKED_INDEX_FILE",
     "CheckpointContents",
     "Manifest",
     "check_unchanged",
@@ -64,6 +66,10 @@ class CheckpointContents:
         objects: Pickled objects of another writer.
         paths: Nested path of each flat key, as another writer noted it.
         files: Sizes and checksums of all files; empty for checkpoints of other writers.
+
+    What is large in it (the index, the checksums) is not sent to other ranks: they are told where
+    it is and what its seal is, read what they need of it when they need it, and refuse what does
+    not match.
     """
 
     directory: Path
@@ -88,12 +94,4 @@ def check_unchanged(contents: CheckpointContents) -> None:
     Raises:
         CheckpointNotFoundError: The checkpoint was replaced or removed.
     """
-    if not contents.checkpoint_id:
-        return
-    try:
-        now = read_manifest(contents.directory).checkpoint_id
-    except CheckpointNotFoundError:
-        now = None
-    if now != contents.checkpoint_id:
-        what = "removed" if now is None else "replaced"
-        raise CheckpointNotFoundError(f"{contents.directory} was {what} while it was read.")
+    check_same(contents.directory, contents.checkpoint_id)

@@ -9,19 +9,23 @@ import torch.
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._checksums import ALGORITHM, BLOCK_NBYTES, FileSum, sum_of
 from dist_ckpt._sealing import sealed, unsealed
 from dist_ckpt.core import CONFIG_FNAME
-from dist_ckpt.errors import CorruptedCheckpointError, UnknownStrategyError
+from dist_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptedCheckpointError,
+    UnknownStrategyError,
+)
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 from dist_ckpt.storage.local import is_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from dist_ckpt.core import CheckpointingConfig
@@ -34,17 +38,28 @@ __all__ = [
     "MAX_DOCUMENT_NBYTES",
     "METADATA_FILE",
     "OWN_DOCUMENTS",
+    "PACKED_INDEX_FILE",
     "Manifest",
+    "ManifestFiles",
+    "check_same",
     "files_of_checkpoint",
     "read_manifest",
     "write_documents",
 ]
 
 INDEX_FILE = "index.json"
+PACKED_INDEX_FILE = "index.bin"
 COMMON_FILE = "common.json"
 MANIFEST_FILE = "manifest.json"
 METADATA_FILE = ".metadata"
-OWN_DOCUMENTS = (INDEX_FILE, COMMON_FILE, MANIFEST_FILE, METADATA_FILE, CONFIG_FNAME)
+OWN_DOCUMENTS = (
+    INDEX_FILE,
+    PACKED_INDEX_FILE,
+    COMMON_FILE,
+    MANIFEST_FILE,
+    METADATA_FILE,
+    CONFIG_FNAME,
+)
 MANIFEST_VERSION = 2
 MAX_DOCUMENT_NBYTES = 1 << 31
 
@@ -58,12 +73,14 @@ class Manifest:
         world_size: Number of ranks that saved.
         checkpoint_id: Unique name of the save.
         name: What the directory was called when it was saved.
+        seal: Checksum of the document that it was read from; empty if it was not read.
     """
 
     files: Mapping[str, FileSum]
     world_size: int
     checkpoint_id: str
     name: str = ""
+    seal: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -175,4 +192,82 @@ def _manifest(document: Mapping[str, Any], where: str) -> Manifest:
     files = {checked_name(one): _file_sum(entry) for one, entry in document["files"].items()}
     if CONFIG_FNAME not in files:
         raise ValueError(f"no {CONFIG_FNAME} among the files")
-    return Manifest(files=files, world_size=world_size, checkpoint_id=checkpoint_id, name=name)
+    return Manifest(
+        files=files,
+        world_size=world_size,
+        checkpoint_id=checkpoint_id,
+        name=name,
+        seal=document["xxh3_64"],
+    )
+
+
+def check_same(directory: Path, checkpoint_id: str) -> None:
+    """Raise if there is another checkpoint than this one, or none; nothing for one without an id.
+
+    Raises:
+        CheckpointNotFoundError: The checkpoint was replaced or removed.
+    """
+    if not checkpoint_id:
+        return
+    try:
+        now = read_manifest(directory).checkpoint_id
+    except CheckpointNotFoundError:
+        now = None
+    if now != checkpoint_id:
+        what = "removed" if now is None else "replaced"
+        raise CheckpointNotFoundError(f"{directory} was {what} while it was read.")
+
+
+class ManifestFiles(Mapping[str, FileSum]):
+    """The files of a manifest with their checksums.
+
+    Another process gets only where the manifest is and what its seal is: it reads the checksums for
+    itself, when it asks for the first of them.
+
+    Args:
+        directory: The checkpoint.
+        manifest: What was read there.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        """Keep what was read."""
+        self._directory, self._seal = directory, manifest.seal
+        self._checkpoint_id, self._count = manifest.checkpoint_id, len(manifest.files)
+        self._files: Mapping[str, FileSum] | None = manifest.files
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all but the files."""
+        return self.__dict__ | {"_files": None}
+
+    @property
+    def files(self) -> Mapping[str, FileSum]:
+        """The files, read now if they were not yet.
+
+        Raises:
+            CheckpointNotFoundError: The checkpoint was replaced or removed meanwhile.
+            CorruptedCheckpointError: The manifest is not the one that was told of.
+        """
+        if self._files is None:
+            manifest = read_manifest(self._directory)
+            if manifest.checkpoint_id != self._checkpoint_id:
+                raise CheckpointNotFoundError(f"{self._directory} was replaced while it was read.")
+            if manifest.seal != self._seal:
+                raise CorruptedCheckpointError(
+                    f"{self._directory / MANIFEST_FILE}: its checksum is {manifest.seal}, "
+                    f"{self._seal} is expected.",
+                    hint="the file was altered while the checkpoint was read.",
+                )
+            self._files = manifest.files
+        return self._files
+
+    def __len__(self) -> int:
+        """Return the number of files; nothing is read for it."""
+        return self._count
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(self.files)
+
+    def __getitem__(self, name: str) -> FileSum:
+        """Return size and checksums of a file."""
+        return self.files[name]

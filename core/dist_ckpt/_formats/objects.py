@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dist_ckpt._codec import Encoded, decode, encode, iter_pickled
-from dist_ckpt._planning.describe import local_shards
+from dist_ckpt._planning.table import local_shards
 from dist_ckpt._sealing import parse_document
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.mapping import ShardedTensor, is_main_replica
@@ -22,7 +22,7 @@ from dist_ckpt.mapping import ShardedTensor, is_main_replica
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dist_ckpt._planning.describe import LocalShard
+    from dist_ckpt._planning.table import LocalShards
     from dist_ckpt.mapping import ShardedObject
     from dist_ckpt.types import StateDict
 
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 COMMON_KEY = "common"
 DOCUMENT_VERSION = 1
+_READABLE_NBYTES = 1 << 14
 _REFERENCE_NBYTES = len('{"$tensor":0}')
 _MOST_REPORTED = 10_000
 
@@ -52,7 +53,7 @@ class EncodedCommon:
     """The common part: the bytes of ``common.json``, and the tensors in it as shards."""
 
     data: bytes
-    shards: list[LocalShard]
+    shards: LocalShards
 
 
 class Room:
@@ -85,10 +86,11 @@ def encode_common(common: StateDict) -> EncodedCommon:
     """Return the common part, encoded. Rank 0 only."""
     encoded = _encode(common, "common")
     shards = local_shards(_parts(COMMON_KEY, encoded.tensors), role="part")
-    return EncodedCommon(_document(encoded.document, len(encoded.tensors), indent=1), shards)
+    document = _document(encoded.document, len(encoded.tensors), is_read=True)
+    return EncodedCommon(document, shards)
 
 
-def object_shards(objects: Sequence[ShardedObject], room: Room | None = None) -> list[LocalShard]:
+def object_shards(objects: Sequence[ShardedObject], room: Room | None = None) -> LocalShards:
     """Return the main replicas of ``objects`` as shards to write.
 
     Args:
@@ -148,7 +150,7 @@ def decode_document(
 def encode_alone(value: object, key: str) -> tuple[bytes, Sequence[torch.Tensor]]:
     """Return a value's document and the tensors in it, to be stored by the caller."""
     encoded = _encode(value, key)
-    return _document(encoded.document, len(encoded.tensors), indent=1), encoded.tensors
+    return _document(encoded.document, len(encoded.tensors), is_read=True), encoded.tensors
 
 
 class PickleReport:
@@ -182,9 +184,14 @@ def _encode(value: object, path: str) -> Encoded:
     return encoded
 
 
-def _document(document: object, count: int, indent: int | None = None) -> bytes:
+def _document(document: object, count: int, *, is_read: bool = False) -> bytes:
+    """Return the JSON of a document; in lines if people read it and it is short."""
     wrapper = {"version": DOCUMENT_VERSION, "tensors": count, "document": document}
-    return json.dumps(wrapper, indent=indent).encode("ascii")
+    data = json.dumps(wrapper)
+    # In lines it is made without the encoder in C, several times as slowly.
+    if is_read and len(data) <= _READABLE_NBYTES:
+        data = json.dumps(wrapper, indent=1)
+    return data.encode("ascii")
 
 
 def _parts(key: str, tensors: Sequence[torch.Tensor]) -> list[ShardedTensor]:

@@ -15,10 +15,12 @@ from dist_ckpt._formats.documents import (
     MANIFEST_FILE,
     MAX_DOCUMENT_NBYTES,
     METADATA_FILE,
+    PACKED_INDEX_FILE,
     CheckpointContents,
     Manifest,
     read_manifest,
 )
+from dist_ckpt._formats.manifest import ManifestFiles
 from dist_ckpt._formats.torch_dist.contents import open_foreign, read_index
 from dist_ckpt._formats.verification import VerifiedStore, check_data, check_files
 from dist_ckpt._integrity.coverage import overlaps
@@ -47,6 +49,9 @@ COMMON_BACKEND = "json"
 _OPEN_TRIES = 8
 _TORCH_DIST = ("torch_dist", 1)
 _ZARR = {("zarr", 1), ("zarr", 2)}
+_INDICES = (PACKED_INDEX_FILE, INDEX_FILE)
+_OF_OURS = (MANIFEST_FILE, *_INDICES)
+"""Only checkpoints of ours have one of these."""
 
 
 def open_contents(directory: Path) -> CheckpointContents:
@@ -64,7 +69,7 @@ def open_contents(directory: Path) -> CheckpointContents:
     config = maybe_load_config(directory)
     if config is None:
         return _open_without_marker(directory, store)
-    own = any(store.nbytes(name) is not None for name in (MANIFEST_FILE, INDEX_FILE))
+    own = any(store.nbytes(name) is not None for name in _OF_OURS)
     if own or config.common_backend == COMMON_BACKEND:
         return _open_own(directory, store, config)
     return _open_others(directory, config)
@@ -77,18 +82,20 @@ def open_sharded(directory: Path) -> CheckpointContents:
         CheckpointingException: As ``open_contents``.
     """
     store = open_store(directory)
-    if store.nbytes(CONFIG_FNAME) is not None or store.nbytes(INDEX_FILE) is None:
+    indices = [name for name in _INDICES if store.nbytes(name) is not None]
+    if store.nbytes(CONFIG_FNAME) is not None or not indices:
         return open_contents(directory)
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
-    backend = _TORCH_DIST if METADATA_FILE in sizes else ("zarr", 2)
+    is_torch_dist = PACKED_INDEX_FILE in sizes or METADATA_FILE in sizes
+    backend = _TORCH_DIST if is_torch_dist else ("zarr", 2)
     index = _read_index(directory, store, backend, sizes)
     return CheckpointContents(directory=directory, backend=backend, index=index)
 
 
 def _open_without_marker(directory: Path, store: Store) -> CheckpointContents:
     names = store.list()
-    ours = [name for name in (INDEX_FILE, MANIFEST_FILE, COMMON_FILE) if name in names]
+    ours = [name for name in (*_OF_OURS, COMMON_FILE) if name in names]
     if METADATA_FILE in names and not ours:
         return _checked(open_foreign(directory))
     if ours or any(name.endswith(".distcp") for name in names):
@@ -155,14 +162,17 @@ def _read_own(
     backend = (config.sharded_backend, config.sharded_backend_version)
     # A third party's format may have files of these names, in which it says something else.
     has_index = backend in {_TORCH_DIST, *_ZARR}
-    if has_index and INDEX_FILE not in manifest.files:
-        raise CorruptedCheckpointError(f"{directory}: {MANIFEST_FILE} names no {INDEX_FILE}.")
+    if has_index and manifest.files.keys().isdisjoint(_INDICES):
+        expected = INDEX_FILE if backend in _ZARR else PACKED_INDEX_FILE
+        raise CorruptedCheckpointError(f"{directory}: {MANIFEST_FILE} names no {expected}.")
     common = None
     if has_index and COMMON_FILE in manifest.files:
         common = store.read(COMMON_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
-    index = (
-        _read_index(directory, store, backend, manifest.sizes) if has_index else CheckpointIndex({})
-    )
+    index = CheckpointIndex({})
+    if has_index:
+        index = _read_index(
+            directory, store, backend, manifest.sizes, checkpoint_id=manifest.checkpoint_id
+        )
     return CheckpointContents(
         directory=directory,
         backend=backend,
@@ -172,13 +182,22 @@ def _read_own(
         index=index,
         is_indexed=has_index,
         common=common,
-        files=manifest.files,
+        files=ManifestFiles(directory, manifest),
     )
 
 
 def _read_index(
-    directory: Path, store: Store, backend: tuple[str, int], sizes: dict[str, int]
+    directory: Path,
+    store: Store,
+    backend: tuple[str, int],
+    sizes: dict[str, int],
+    *,
+    checkpoint_id: str = "",
 ) -> CheckpointIndex:
+    if backend == _TORCH_DIST and PACKED_INDEX_FILE in sizes:
+        from dist_ckpt._formats.torch_dist.index_file import read_packed_index  # noqa: PLC0415 - heavy
+
+        return read_packed_index(directory, store, sizes=sizes, checkpoint_id=checkpoint_id)
     data = store.read(INDEX_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
     where = str(directory / INDEX_FILE)
     if backend in _ZARR:

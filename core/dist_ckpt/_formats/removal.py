@@ -17,13 +17,16 @@ from dist_ckpt._formats.documents import (
     MANIFEST_FILE,
     MAX_DOCUMENT_NBYTES,
     METADATA_FILE,
+    PACKED_INDEX_FILE,
     check_unchanged,
     files_of_checkpoint,
     read_manifest,
     write_documents,
 )
 from dist_ckpt._formats.opening import open_contents
+from dist_ckpt._formats.torch_dist.contents import index_documents
 from dist_ckpt._formats.verification import VerifiedStore
+from dist_ckpt._planning.chunks import table_of
 from dist_ckpt._planning.index import CheckpointIndex
 from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
 from dist_ckpt.errors import CheckpointNotFoundError
@@ -115,17 +118,20 @@ def _documents(
     store: VerifiedStore, contents: CheckpointContents, doomed: set[str]
 ) -> Mapping[str, bytes]:
     """Return the documents that tell of tensors, without the doomed ones."""
-    kept = CheckpointIndex({k: t for k, t in contents.index.tensors.items() if k not in doomed})
     if contents.backend[0] == "zarr":
         from dist_ckpt._formats.zarr.index import zarr_index_without  # noqa: PLC0415 - heavy
 
         index = store.read(INDEX_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
         return {INDEX_FILE: zarr_index_without(index, doomed)}
+    kept = {k: t for k, t in contents.index.tensors.items() if k not in doomed}
+    has_metadata = METADATA_FILE in contents.files
+    if PACKED_INDEX_FILE in contents.files:
+        return index_documents(table_of(kept), dcp_metadata=has_metadata)
     from dist_ckpt._formats.torch_dist.trim import metadata_without  # noqa: PLC0415 - heavy
 
     store.verify_whole(METADATA_FILE)
     return {
-        INDEX_FILE: kept.to_json(),
+        INDEX_FILE: CheckpointIndex(kept).to_json(),
         METADATA_FILE: metadata_without(contents.directory / METADATA_FILE, doomed),
     }
 

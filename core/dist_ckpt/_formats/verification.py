@@ -8,14 +8,15 @@ every rank, from transfer threads.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from ctypes import addressof, c_char
 from heapq import heapreplace
 from typing import TYPE_CHECKING
 
 from dist_ckpt._checksums import BLOCK_NBYTES, FileSum, digest
 from dist_ckpt._engine.transfer import run_jobs
+from dist_ckpt._formats.spans import READ_NBYTES, Source, Spans, Windows, problem_of
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError
-from dist_ckpt.storage import Extent, open_store
+from dist_ckpt.storage import Extent, held, open_store
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -34,11 +35,6 @@ __all__ = [
     "verify_whole",
 ]
 
-_CACHED_BLOCKS = 32
-"""Blocks that are kept for the next read: neighbours share them, and threads read in file order."""
-
-_READ_NBYTES = 4 * BLOCK_NBYTES
-_POISON = b"\xff" * BLOCK_NBYTES
 _HINT = "the file was altered after it was written; use another checkpoint."
 
 
@@ -60,7 +56,7 @@ class VerifiedStore:
         """Remember what is to be compared with what."""
         self._store, self._files, self._root = store, files, root
         self._lock = threading.Lock()
-        self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._windows = Windows()
         self._whole: set[str] = set()
 
     def read_ranges(self, name: str, extents: Sequence[Extent]) -> None:
@@ -70,66 +66,43 @@ class VerifiedStore:
             CorruptedCheckpointError: Names file, offset, the checksum that is expected and the one
                 that is found.
         """
-        found = self._files.get(name)
-        if found is None:
+        if name not in self._files:
             self._store.read_ranges(name, extents)
             return
-        for extent in extents:
-            self._fill(name, found, extent.position, memoryview(extent.buffer))
+        views = [memoryview(extent.buffer) for extent in extents]
+        positions = [extent.position for extent in extents]
+        addresses = [_address(view) for view in views]
+        self.read_spans(name, Spans(positions, [view.nbytes for view in views], addresses))
+
+    def read_spans(self, name: str, spans: Spans) -> None:
+        """Fill memory from ``name``: as ``read_ranges``, for many pieces of any size.
+
+        Neighbours come with one read, and nothing is made for a piece that is read. In the order of
+        the file that is quickest; edges that were read last are still there for the next call.
+
+        Raises:
+            CorruptedCheckpointError: As ``read_ranges``.
+        """
+        if not len(spans.positions):
+            return
+        source = Source(name, lambda: self._told(name), self._files.get(name), self._reader(name))
+        window = self._windows.take(name, spans.positions[0])
+        try:
+            with held(self._store, name):
+                source.fill(spans, window)
+        finally:
+            self._windows.give(window)
+
+    def _reader(self, name: str) -> Callable[[int, memoryview], None]:
+        store = self._store
+
+        def read(position: int, view: memoryview) -> None:
+            store.read_ranges(name, (Extent(position, view),))
+
+        return read
 
     def _told(self, name: str) -> str:
         return name if self._root is None else str(self._root / name)
-
-    def _fill(self, name: str, found: FileSum, position: int, view: memoryview) -> None:
-        if position + view.nbytes > found.nbytes:
-            raise CorruptedCheckpointError(
-                f"{self._told(name)}: bytes {position} to {position + view.nbytes} of a file of "
-                f"{found.nbytes}."
-            )
-        done = 0
-        while done < view.nbytes:
-            number, inside = divmod(position + done, BLOCK_NBYTES)
-            _, size = found.extent(number)
-            rest = view.nbytes - done
-            if inside == 0 and rest >= size:
-                run = min(rest, _READ_NBYTES)
-                nbytes = run if position + done + run == found.nbytes else run // size * size
-                self._fill_whole(name, found, number, view[done : done + nbytes])
-            else:
-                nbytes = min(size - inside, rest)
-                block = self._block(name, found, number)
-                view[done : done + nbytes] = block[inside : inside + nbytes]
-            done += nbytes
-
-    def _fill_whole(self, name: str, found: FileSum, number: int, view: memoryview) -> None:
-        """Read whole blocks straight to where they go."""
-        self._store.read_ranges(name, [Extent(number * BLOCK_NBYTES, view)])
-        for at in range(0, view.nbytes, BLOCK_NBYTES):
-            block = view[at : at + BLOCK_NBYTES]
-            problem = _problem(self._told(name), found, number, block)
-            if problem:
-                block[:] = _POISON[: block.nbytes]
-                raise CorruptedCheckpointError(f"{problem}.", hint=_HINT)
-            number += 1
-
-    def _block(self, name: str, found: FileSum, number: int) -> bytes:
-        with self._lock:
-            block = self._blocks.get((name, number))
-            if block is not None:
-                self._blocks.move_to_end((name, number))
-                return block
-        start, nbytes = found.extent(number)
-        buffer = bytearray(nbytes)
-        self._store.read_ranges(name, [Extent(start, memoryview(buffer))])
-        problem = _problem(self._told(name), found, number, buffer)
-        if problem:
-            raise CorruptedCheckpointError(f"{problem}.", hint=_HINT)
-        block = bytes(buffer)
-        with self._lock:
-            self._blocks[name, number] = block
-            while len(self._blocks) > _CACHED_BLOCKS:
-                self._blocks.popitem(last=False)
-        return block
 
     def verify_whole(self, name: str) -> None:
         """Compare a whole file, once: for those who let others read it.
@@ -181,17 +154,14 @@ class VerifiedStore:
         return self._store.nbytes(name)
 
 
-def _problem(
-    name: str, found: FileSum, number: int, data: bytes | bytearray | memoryview
-) -> str | None:
-    now, expected = digest(data), found.block(number)
-    if now == expected:
-        return None
-    start, nbytes = found.extent(number)
-    return (
-        f"{name}: bytes {start} to {start + nbytes} have the checksum {now:016x}, "
-        f"{expected:016x} is expected"
-    )
+def _address(view: memoryview) -> int:
+    """Return where writable bytes are."""
+    return addressof(c_char.from_buffer(view)) if view.nbytes else 0
+
+
+def _problem(name: str, found: FileSum, number: int, data: bytes | memoryview) -> str | None:
+    now = digest(data)
+    return None if now == found.block(number) else problem_of(name, found, number, now)
 
 
 def check_data(name: str, data: bytes, found: FileSum | None) -> None:
@@ -254,15 +224,16 @@ def verify_whole(store: Store, name: str, found: FileSum) -> str | None:
 
 
 def _bad_blocks(store: Store, name: str, found: FileSum) -> Iterator[str]:
-    buffer = memoryview(bytearray(min(_READ_NBYTES, found.nbytes)))
-    for start in range(0, found.nbytes, _READ_NBYTES):
-        view = buffer[: min(_READ_NBYTES, found.nbytes - start)]
-        store.read_ranges(name, [Extent(start, view)])
-        for at in range(0, view.nbytes, BLOCK_NBYTES):
-            number = (start + at) // BLOCK_NBYTES
-            problem = _problem(name, found, number, view[at : at + BLOCK_NBYTES])
-            if problem:
-                yield problem
+    buffer = memoryview(bytearray(min(READ_NBYTES, found.nbytes)))
+    with held(store, name):
+        for start in range(0, found.nbytes, READ_NBYTES):
+            view = buffer[: min(READ_NBYTES, found.nbytes - start)]
+            store.read_ranges(name, (Extent(start, view),))
+            for at in range(0, view.nbytes, BLOCK_NBYTES):
+                number = (start + at) // BLOCK_NBYTES
+                problem = _problem(name, found, number, view[at : at + BLOCK_NBYTES])
+                if problem:
+                    yield problem
 
 
 def shared_out(files: Mapping[str, FileSum], size: int) -> list[dict[str, FileSum]]:

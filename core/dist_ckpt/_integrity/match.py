@@ -9,16 +9,54 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import dtype_name
+from dist_ckpt._planning.overlaps import padded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from numpy.typing import NDArray
+
     from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
+    from dist_ckpt._planning.table import ShardTable
+    from dist_ckpt._planning.wanted import Wanted
     from dist_ckpt.mapping import ShardedTensor
 
-__all__ = ["content_problems", "describe_unexpected", "holes", "wanted_box"]
+__all__ = [
+    "agreeing_boxes",
+    "content_problems",
+    "describe_unexpected",
+    "holes",
+    "same_dtype",
+    "wanted_box",
+]
+
+
+def agreeing_boxes(table: ShardTable, wanted: Wanted, *, cast: bool) -> NDArray[np.bool_]:
+    """Return which described boxes ``[n]`` are sure to have no ``content_problems``.
+
+    Args:
+        table: A request.
+        wanted: The same beside what is stored.
+        cast: Whether another dtype will do.
+    """
+    stored, tensor = wanted.stored, wanted.tensor
+    told = padded(table.global_shape, stored.whole.shape[1], fill=1)
+    same: NDArray[np.bool_] = (told == stored.whole[tensor]).all(axis=1)
+    same &= stored.ndim[tensor] == table.ndim
+    same &= wanted.is_complete & stored.is_there[tensor]
+    return same if cast else same & same_dtype(table, wanted)
+
+
+def same_dtype(table: ShardTable, wanted: Wanted) -> NDArray[np.bool_]:
+    """Return which described boxes ``[n]`` have the dtype that is stored."""
+    number = {name: at for at, name in enumerate(table.dtypes)}
+    stored = np.array([number.get(name, -1) for name in wanted.stored.dtypes] or [-1])
+    same: NDArray[np.bool_] = stored[wanted.stored.dtype[wanted.tensor]] == table.dtype
+    return same
 
 
 def wanted_box(box: Box, stored_shape: tuple[int, ...]) -> Box | None:
@@ -54,8 +92,7 @@ def holes(key: str, box: Box, stored: StoredTensor) -> Iterable[str]:
     """Yield the problem if not all elements of ``box`` are stored."""
     if not box.numel:
         return
-    common = (box.intersect(c.box) if box.shape else box for c in stored.chunks)
-    have = sum(part.numel for part in common if part is not None)
+    have = stored.stored_in(box)
     if have != box.numel:
         yield (
             f"{key!r}: {have} of the {box.numel} elements at {box.offset} of shape {box.shape} "

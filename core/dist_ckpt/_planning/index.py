@@ -7,19 +7,18 @@ Built by rank 0 at the end of a save; read by rank 0 at the start of a load and 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import Role, dtype_from_name
 from dist_ckpt._sealing import sealed, unsealed
 from dist_ckpt.errors import CorruptedCheckpointError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["CheckpointIndex", "StoredBytes", "StoredChunk", "StoredTensor"]
+__all__ = ["CheckpointIndex", "Chunks", "LazyTensors", "StoredBytes", "StoredChunk", "StoredTensor"]
 
 INDEX_VERSION = 1
 _MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)
@@ -74,14 +73,69 @@ class StoredBytes:
     doubt: str = ""
 
 
+class Chunks(Sequence[StoredChunk]):
+    """Chunks of a tensor that are made when they are asked for; equal to the tuple of them."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def overlapping(self, box: Box) -> list[tuple[StoredChunk, Box]]:
+        """Return the chunks that have elements of ``box``, each with the box that is common."""
+
+    @abstractmethod
+    def stored_in(self, box: Box) -> int:
+        """Return how many elements of ``box`` the chunks have."""
+
+    def __eq__(self, other: object) -> bool:
+        """Whether ``other`` has the same chunks in the same order."""
+        if not isinstance(other, Chunks | tuple):
+            return NotImplemented
+        return len(self) == len(other) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        """Return the hash of the chunks as a tuple."""
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        """Return how many there are."""
+        return f"<{len(self)} chunks>"
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A global tensor and its chunks; no two of them share an element."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[StoredChunk, ...]
+    chunks: tuple[StoredChunk, ...] | Chunks
     role: Role = "tensor"
+
+    def overlapping(self, box: Box) -> list[tuple[StoredChunk, Box]]:
+        """Return the chunks that have elements of ``box``, each with the box that is common."""
+        if isinstance(self.chunks, Chunks):
+            return self.chunks.overlapping(box)
+        if not box.numel:
+            return []
+        common = ((chunk, box.intersect(chunk.box)) for chunk in self.chunks)
+        return [(chunk, part) for chunk, part in common if part is not None]
+
+    def stored_in(self, box: Box) -> int:
+        """Return how many elements of ``box`` are stored."""
+        if isinstance(self.chunks, Chunks):
+            return self.chunks.stored_in(box)
+        return sum(part.numel for _, part in self.overlapping(box))
+
+
+class LazyTensors(Mapping[str, StoredTensor]):
+    """Tensors by key that are made when they are asked for."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Read what tells of the tensors, but for their chunks; whatever fails does so here."""
+
+    @abstractmethod
+    def keys_of(self, role: Role) -> list[str]:
+        """Return the keys of the tensors that have this role; no tensor is made for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +143,12 @@ class CheckpointIndex:
     """All that is stored: key -> tensor."""
 
     tensors: Mapping[str, StoredTensor]
+
+    def keys_of(self, role: Role) -> list[str]:
+        """Return the keys of the tensors that have this role."""
+        if isinstance(self.tensors, LazyTensors):
+            return self.tensors.keys_of(role)
+        return [key for key, tensor in self.tensors.items() if tensor.role == role]
 
     def to_json(self) -> bytes:
         """Return the index as a sealed document; files stand there once, chunks name numbers."""

@@ -46,11 +46,9 @@ def plan_reads(
     per_file: dict[str, list[Read]] = {}
     for number, (key, box) in enumerate(requests):
         tensor = index.tensors[key]
-        for chunk in tensor.chunks:
-            region = box.intersect(chunk.box) if box.numel else None
-            if region is not None:
-                read = Read(number, key, tensor.dtype, chunk, region)
-                per_file.setdefault(chunk.file, []).append(read)
+        for chunk, region in tensor.overlapping(box):
+            read = Read(number, key, tensor.dtype, chunk, region)
+            per_file.setdefault(chunk.file, []).append(read)
     for reads in per_file.values():
         reads.sort(key=lambda read: (read.chunk.position, read.region, read.request))
     return per_file

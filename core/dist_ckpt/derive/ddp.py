@@ -28,7 +28,7 @@ def current_rank() -> tuple[int, int]:
 def replicated_layout(shape: tuple[int, ...], *, writer: Writer) -> TensorLayout:
     """Return the layout of a tensor that every rank holds entirely."""
     rank, _ = current_rank()
-    box = Box(tuple(0 for _ in shape), tuple(shape))
+    box = Box((0,) * len(shape), tuple(shape))
     return TensorLayout(
         global_shape=box.shape,
         local_shape=box.shape,

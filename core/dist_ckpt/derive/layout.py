@@ -119,7 +119,7 @@ class TensorLayout:
             part.box.shape,
             self.global_shape,
             part.box.offset,
-            tuple(1 for _ in self.global_shape) if self.whole else None,
+            (1,) * len(self.global_shape) if self.whole else None,
             self.replica_id,
             flattened_range=None if part.flat_range is None else slice(*part.flat_range),
             writer=self.writer,

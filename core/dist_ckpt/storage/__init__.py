@@ -6,8 +6,8 @@ when a checkpoint counts (``_engine.commit``). Called from transfer threads, on 
 
 from __future__ import annotations
 
-from dist_ckpt.storage.base import Extent, FileWriter, Store
+from dist_ckpt.storage.base import Extent, FileWriter, Store, held
 from dist_ckpt.storage.local import LocalStore
 from dist_ckpt.storage.resolve import open_store
 
-__all__ = ["Extent", "FileWriter", "LocalStore", "Store", "open_store"]
+__all__ = ["Extent", "FileWriter", "LocalStore", "Store", "held", "open_store"]

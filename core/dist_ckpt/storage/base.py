@@ -6,15 +6,17 @@ Here: the protocol and its one data type. Not here: implementations (one file ea
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from dist_ckpt._checksums import FileSum
 
-__all__ = ["Extent", "FileWriter", "Store", "checked_name"]
+__all__ = ["Extent", "FileWriter", "Store", "checked_name", "held"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,16 @@ class Store(Protocol):
     def nbytes(self, name: str) -> int | None:
         """Return the size of ``name``, or None if it is not there."""
         ...
+
+
+def held(store: Store, name: str) -> AbstractContextManager[None]:
+    """Let a store keep ``name`` open for what this thread reads of it inside, if it can.
+
+    A store that has a method of this name is asked; all others open the file for each call.
+    """
+    hold = getattr(store, "held", None)
+    found: AbstractContextManager[None] = nullcontext() if hold is None else hold(name)
+    return found
 
 
 def checked_name(name: str) -> str:

@@ -11,10 +11,10 @@ must not lead out of its directory, nor keep a reader waiting at a pipe.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import stat
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from dist_ckpt.errors import (
     CorruptedCheckpointError,
     StorageError,
 )
+from dist_ckpt.storage._writeback import Writeback, let_go
 from dist_ckpt.storage.base import checked_name
 
 if TYPE_CHECKING:
@@ -45,11 +46,9 @@ __all__ = [
 _MAX_IO_NBYTES = 1 << 30
 """read(2) and write(2) move at most 0x7ffff000 bytes a call on Linux; stay below it."""
 
-_WRITEBACK_NBYTES = 8 << 20
-"""After so many bytes the disk is set to work: fsync finds little left then, and checksums are made
-while the disk is busy anyway."""
-
-_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE, linux/fs.h
+_LARGE_NBYTES = 1 << 20
+"""The page cache does not keep what was written to a file from this size on: the documents of a
+checkpoint are read again soon, its data mostly never."""
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -65,7 +64,9 @@ class LocalStore:
     def __init__(self, root: Path) -> None:
         """Remember the root; nothing is opened yet."""
         self._root = root
+        self._prefix = f"{root}/"  # joining paths takes as long as opening a file
         self._folders: set[str] = set()  # of names, found to be real ones
+        self._held: dict[tuple[int, str], int] = {}  # thread and name -> descriptor
 
     def __repr__(self) -> str:
         """Name the root."""
@@ -74,6 +75,9 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         return self._root / checked_name(name)
 
+    def _text(self, name: str) -> str:
+        return self._prefix + checked_name(name)
+
     def _open(self, name: str) -> int:
         """Return a descriptor of a regular file below the root.
 
@@ -81,8 +85,9 @@ class LocalStore:
             CorruptedCheckpointError: It is something else, or lies behind a link.
             OSError: It cannot be opened.
         """
-        path = self._path(name)
-        self._check_folders(name)
+        path = self._text(name)
+        if "/" in name:
+            self._check_folders(name)
         try:
             descriptor = os.open(path, _OPEN)
         except OSError as error:
@@ -140,14 +145,33 @@ class LocalStore:
 
     def read_ranges(self, name: str, extents: Sequence[Extent]) -> None:
         """Fill the buffers of ``extents`` from ``name``."""
-        path = self._path(name)
+        key = threading.get_ident(), name
+        if key in self._held:
+            self._read(self._held[key], name, extents)
+            return
+        with self.held(name):
+            self._read(self._held[key], name, extents)
+
+    def _read(self, descriptor: int, name: str, extents: Sequence[Extent]) -> None:
+        path = self._prefix + name
         with storage_errors("read", path):
-            descriptor = self._open(name)
-            try:
-                for extent in extents:
-                    _read_all(descriptor, extent, path)
-            finally:
-                os.close(descriptor)
+            for extent in extents:
+                _read_all(descriptor, extent, path)
+
+    @contextmanager
+    def held(self, name: str) -> Iterator[None]:
+        """Keep ``name`` open for what this thread reads of it inside, see ``storage.base.held``."""
+        key, path = (threading.get_ident(), name), self._text(name)
+        if key in self._held:
+            yield
+            return
+        with storage_errors("read", path):
+            descriptor = self._held[key] = self._open(name)
+        try:
+            yield
+        finally:
+            del self._held[key]
+            os.close(descriptor)
 
     def list(self) -> list[str]:
         """Return the names of the regular files of the root."""
@@ -194,26 +218,24 @@ class LocalWriter:
         self._path, self._nbytes = path, nbytes
         self._sums = BlockSums()
         self._descriptor = -1
-        self._waiting = 0  # bytes that the disk was not told of
         with storage_errors("create", path):
             self._descriptor = os.open(path, _CREATE, 0o666)
+        self._writeback = Writeback(self._descriptor)
 
     def write_at(self, position: int, data: memoryview) -> None:
         """Write bytes (a flat view of them), and sum them up while they are at hand."""
         with storage_errors("write", self._path):
             done = 0
             while done < data.nbytes:
-                # A block at a time: it is still in the cache when it is summed up. Nothing refers
-                # to lent memory when this has failed: the error may be kept.
+                # A block at a time: it is still in the processor's cache when it is summed up, and
+                # the page cache takes small pages for it, of which it has more at hand. Nothing
+                # refers to lent memory when this has failed: the error may be kept.
                 count = BLOCK_NBYTES - (position + done) % BLOCK_NBYTES
                 with data[done : done + count] as piece:
                     _write_all(self._descriptor, position + done, piece)
                     self._sums.add(position + done, piece)
+                    self._writeback.note(position + done, position + done + piece.nbytes)
                     done += piece.nbytes
-                    self._waiting += piece.nbytes
-                if self._waiting >= _WRITEBACK_NBYTES:
-                    _begin_writeback(self._descriptor, position + done, self._waiting)
-                    self._waiting = 0
 
     def finish(self) -> FileSum:
         """Cut or extend the file to its size, sync it and close it."""
@@ -221,6 +243,8 @@ class LocalWriter:
             os.ftruncate(self._descriptor, self._nbytes)
             found = self._sums.finish(self._nbytes, self._read)
             os.fsync(self._descriptor)
+            if self._nbytes >= _LARGE_NBYTES:
+                let_go(self._descriptor, 0, self._nbytes)
         self.abandon()
         return found
 
@@ -234,7 +258,7 @@ class LocalWriter:
             os.close(descriptor)
 
 
-def _irregular(path: Path) -> CorruptedCheckpointError:
+def _irregular(path: Path | str) -> CorruptedCheckpointError:
     return CorruptedCheckpointError(
         f"{path}: expected a regular file below the checkpoint, found a link or something else.",
         hint="links, pipes and devices in a checkpoint are not followed.",
@@ -251,18 +275,13 @@ def _write_all(descriptor: int, position: int, view: memoryview) -> None:
         done += count
 
 
-def _begin_writeback(descriptor: int, end: int, nbytes: int) -> None:
-    """Let the kernel begin to write the bytes before ``end``; a hint, which nobody waits for."""
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)  # Linux only
-    if call is not None:
-        start = ctypes.c_int64(max(0, end - nbytes))
-        call(descriptor, start, ctypes.c_int64(nbytes), _WRITEBACK)
-
-
-def _read_all(fd: int, extent: Extent, path: Path) -> None:
+def _read_all(fd: int, extent: Extent, path: Path | str) -> None:
     view, position = memoryview(extent.buffer), extent.position
     while view.nbytes:
-        done = os.preadv(fd, [view[:_MAX_IO_NBYTES]], position)
+        some = view if view.nbytes <= _MAX_IO_NBYTES else view[:_MAX_IO_NBYTES]
+        done = os.preadv(fd, (some,), position)
+        if done == view.nbytes:
+            return
         if done == 0:
             raise CorruptedCheckpointError(
                 f"{path}: ends at byte {os.fstat(fd).st_size}; {view.nbytes} more bytes were "
@@ -326,18 +345,30 @@ def hint_of_errno(code: int) -> str | None:
     return _HINTS.get(code)
 
 
-@contextmanager
-def storage_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` into the error of our tree that names action, path and errno."""
-    try:
-        yield
-    except CheckpointingException:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"cannot {action} {path}: no such file.") from error
-    except OSError as error:
+class storage_errors:  # noqa: N801 - used as a function; a generator takes longer than a small read
+    """Turn an ``OSError`` inside into the error of our tree that names action, path and errno.
+
+    Args:
+        action: What cannot be done then.
+        path: To what.
+    """
+
+    __slots__ = ("_action", "_path")
+
+    def __init__(self, action: str, path: Path | str) -> None:
+        """Remember both."""
+        self._action, self._path = action, path
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise ours in place of an ``OSError``; what is ours already passes."""
+        if not isinstance(error, OSError) or isinstance(error, CheckpointingException):
+            return
+        told = f"cannot {self._action} {self._path}"
+        if isinstance(error, FileNotFoundError):
+            raise CheckpointNotFoundError(f"{told}: no such file.") from error
         code = errno.errorcode.get(error.errno or 0, "?")
-        raise StorageError(
-            f"cannot {action} {path}: {error.strerror} ({code}).",
-            hint=hint_of_errno(error.errno or 0),
-        ) from error
+        hint = hint_of_errno(error.errno or 0)
+        raise StorageError(f"{told}: {error.strerror} ({code}).", hint=hint) from error

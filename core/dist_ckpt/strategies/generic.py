@@ -15,8 +15,8 @@ import torch
 from dist_ckpt._exchange import can_be_filled, copy_bits
 from dist_ckpt._formats.base import SavePlan, Written
 from dist_ckpt._loading import Source
-from dist_ckpt._planning.describe import local_shards
 from dist_ckpt._planning.distribution import writers_of_boxes
+from dist_ckpt._planning.table import local_shards
 from dist_ckpt.errors import ConfigError, CorruptedCheckpointError, MismatchError
 from dist_ckpt.strategies.async_utils import AsyncRequest, staged_args
 from dist_ckpt.strategies.base import AsyncSaveShardedStrategy
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from dist_ckpt._formats.base import WriteJob, WriteResult
     from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.describe import ShardInfo
     from dist_ckpt._planning.index import StoredTensor
+    from dist_ckpt._planning.together import JobTable
     from dist_ckpt._saving import PendingSave
     from dist_ckpt._state import SaveParts
     from dist_ckpt.mapping import ShardedObject, ShardedTensor
@@ -60,17 +60,17 @@ class StrategyFormat:
         self.backend, self.version = strategy.backend, strategy.version
         self.strategy, self._common = strategy, common
 
-    def plan(self, views: Sequence[Sequence[ShardInfo]], directory: Path) -> SavePlan:  # noqa: ARG002 - the strategy's own business
+    def plan(self, job: JobTable, directory: Path) -> SavePlan:  # noqa: ARG002 - the strategy's own business
         """Choose a main replica where none was named; the strategy plans the rest. Rank 0.
 
         The lowest rank is as good as any other; to spread the work is a wrapper's business.
         """
-        work: list[set[int]] = [set() for _ in views]
+        work: list[set[int]] = [set() for _ in job.views]
         held: set[tuple[str, Box]] = set()
-        for _, _, writers in writers_of_boxes(views):
+        for _, _, writers in writers_of_boxes(job):
             rank, index = writers[0]
             work[rank].add(index)
-        for rank, view in enumerate(views):
+        for rank, view in enumerate(job.views):
             for index, info in enumerate(view):
                 # Shards without elements are written by nobody else, but a strategy may note them.
                 if not info.box.numel and (info.key, info.box) not in held:

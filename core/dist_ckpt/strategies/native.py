@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._formats.opening import open_sharded
@@ -43,6 +43,7 @@ class NativeSaveShardedStrategy(AsyncSaveShardedStrategy):
         """Remember the choices; nothing is imported yet."""
         super().__init__(backend, version)
         self.thread_count = thread_count
+        self.memory: Any = None  # what one save with this strategy leaves for the next
 
     @property
     def can_handle_sharded_objects(self) -> bool:

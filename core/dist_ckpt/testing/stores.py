@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._checksums import BLOCK_NBYTES, FileSum, sum_of
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, StorageError
-from dist_ckpt.storage.base import Extent, checked_name
+from dist_ckpt.storage.base import Extent, checked_name, held
 from dist_ckpt.testing._matrix import require
 
 if TYPE_CHECKING:
@@ -168,6 +168,20 @@ class StoreConformance:
         store.read_ranges("x", extents)
         for (a, b), found in zip(spans, buffers, strict=True):
             require(found == data[a:b], f"`read_ranges` of {a} to {b} has other bytes")
+
+    def test_a_file_that_is_held_reads_the_same(self, tmp_path: Path) -> None:
+        """A store that can keep a file open for a thread reads it as it does otherwise."""
+        store, data = self._store(tmp_path), _bytes(BLOCK_NBYTES)
+        self.put("x", data)
+        with held(store, "x"), held(store, "x"):
+            for start in (0, 100, BLOCK_NBYTES - 7):
+                buffer = bytearray(7)
+                store.read_ranges("x", [Extent(start, memoryview(buffer))])
+                require(buffer == data[start : start + 7], f"{start}: other bytes inside `held`")
+        store.delete("x")
+        extent = Extent(0, memoryview(bytearray(1)))
+        error = _raised(lambda: store.read_ranges("x", [extent]))
+        require(isinstance(error, CheckpointNotFoundError), f"kept open after `held`: {error!r}")
 
     def test_empty_files_are_files(self, tmp_path: Path) -> None:
         """They have a size, are listed and can be read."""

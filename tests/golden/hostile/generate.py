@@ -2,13 +2,14 @@
 
 Here: what whoever can write a checkpoint could put into it. Checksums are right, since such a
 writer can compute them. Not here: what must become of each (``verdicts.json``, ``test_hostile.py``).
-``python tests/golden/hostile/generate.py`` writes ``honest/`` and ``cases/`` anew: a case is the
+``python -m tests.golden.hostile.generate`` writes ``honest/`` and ``cases/`` anew: a case is the
 honest checkpoint of its kind with the files in its folder in place of its own. What git cannot keep
 or what is long (links, pipes, large documents) is in ``LIVE`` and made by the test.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -30,12 +31,15 @@ from torch.distributed import checkpoint as dcp
 from dist_ckpt import SaveOptions, ShardedObject, ShardedTensor, save
 from dist_ckpt._checksums import ALGORITHM, BLOCK_NBYTES, digest, sum_of_file
 from dist_ckpt._formats.manifest import _entry
+from dist_ckpt._formats.opening import open_contents
+from dist_ckpt._planning.index import CheckpointIndex
+from tests._forge import Index, Row, Tensor, forged, parsed
 
 CANARY = "hostile_canary"
 """What code from a checkpoint would leave in the working directory."""
 
 HERE = Path(__file__).parent
-KINDS = ("torch_dist", "zarr1", "zarr2", "foreign_zarr", "dcp", "mcore")
+KINDS = ("torch_dist", "json_index", "zarr1", "zarr2", "foreign_zarr", "dcp", "mcore")
 
 Change = Callable[[Path], None]
 STATIC: dict[str, tuple[str, Change]] = {}
@@ -79,9 +83,13 @@ def base(kind: str, path: Path) -> None:
         for name in ("manifest.json", "index.json", "common.json"):
             (path / name).unlink()
         return
-    backend = "torch_dist" if kind == "torch_dist" else "zarr"
+    backend = "torch_dist" if kind in ("torch_dist", "json_index") else "zarr"
     strategy = ("zarr", 1) if kind == "zarr1" else None
     save(state(), path, strategy, options=SaveOptions(backend=backend))
+    if kind == "json_index":
+        tensors = dict(open_contents(path).index.tensors)
+        (path / "index.json").write_bytes(CheckpointIndex(tensors).to_json())
+        (path / "index.bin").unlink()
     seal(path)
 
 
@@ -135,6 +143,18 @@ def index_text(change: Callable[[str], str]) -> Change:
         changed = change(text)
         assert changed != text
         (path / "index.json").write_bytes(with_seal(changed))
+        seal(path)
+
+    return apply
+
+
+def packed(change: Callable[[Index], object]) -> Change:
+    """Return what changes ``index.bin`` and seals the checkpoint again."""
+
+    def apply(path: Path) -> None:
+        document = parsed((path / "index.bin").read_bytes())
+        change(document)
+        (path / "index.bin").write_bytes(forged(document))
         seal(path)
 
     return apply
@@ -344,17 +364,17 @@ PATHS = {
 }
 for _name, _path in PATHS.items():
     STATIC[f"metadata_path_{_name}"] = ("dcp", info_of(relative_path=_path))
-    STATIC[f"index_path_{_name}"] = ("torch_dist", index(lambda d, p=_path: d.update(files=[p])))
+    STATIC[f"index_path_{_name}"] = ("json_index", index(lambda d, p=_path: d.update(files=[p])))
     STATIC[f"array_path_{_name}"] = (
         "zarr2", index(lambda d, p=_path: d["tensors"]["w"].update(path=p)),
     )  # fmt: skip
     if isinstance(_path, str):
         STATIC[f"manifest_path_{_name}"] = (
             "torch_dist",
-            manifest(lambda d, p=_path: d["files"].update({p: dict(d["files"]["index.json"])})),
+            manifest(lambda d, p=_path: d["files"].update({p: dict(d["files"]["index.bin"])})),
         )
         STATIC[f"alone_index_path_{_name}"] = (
-            "torch_dist", manifest_text(lambda t, p=_path: t.replace('"index.json"', json.dumps(p))),
+            "torch_dist", manifest_text(lambda t, p=_path: t.replace('"index.bin"', json.dumps(p))),
         )  # fmt: skip
 
 NUMBERS = {
@@ -406,18 +426,18 @@ for _name, _value in NUMBERS.items():
     STATIC[f"metadata_shape_{_name}"] = (
         "dcp", metadata_of(lambda m, v=_value: metadata_shape(m, v)),
     )  # fmt: skip
-    STATIC[f"index_file_{_name}"] = ("torch_dist", index(place(0, _value)))
-    STATIC[f"index_position_{_name}"] = ("torch_dist", index(place(1, _value)))
-    STATIC[f"index_nbytes_{_name}"] = ("torch_dist", index(place(2, _value)))
-    STATIC[f"index_shape_{_name}"] = ("torch_dist", index(shape(_value)))
+    STATIC[f"index_file_{_name}"] = ("json_index", index(place(0, _value)))
+    STATIC[f"index_position_{_name}"] = ("json_index", index(place(1, _value)))
+    STATIC[f"index_nbytes_{_name}"] = ("json_index", index(place(2, _value)))
+    STATIC[f"index_shape_{_name}"] = ("json_index", index(shape(_value)))
     STATIC[f"zarr_index_shape_{_name}"] = ("zarr2", index(shape(_value)))
     STATIC[f"manifest_nbytes_{_name}"] = (
         "torch_dist",
-        manifest(lambda d, v=_value: d["files"]["index.json"].update(nbytes=v)),
+        manifest(lambda d, v=_value: d["files"]["index.bin"].update(nbytes=v)),
     )
     if _value is not True and _value != 1.0:  # the same number as the version, of another type
         STATIC[f"index_version_{_name}"] = (
-            "torch_dist", index(lambda d, v=_value: d.update(version=v)),
+            "json_index", index(lambda d, v=_value: d.update(version=v)),
         )  # fmt: skip
     STATIC[f"common_tensors_{_name}"] = ("torch_dist", common({"step": 7}, _value))
     STATIC[f"zarr2_shape_{_name}"] = (
@@ -519,6 +539,108 @@ def chunks_of(count: int) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def packed_overlap(index: Index) -> None:
+    tensor = index.tensor("w")
+    tensor.shape = [8, 2]
+    # Over the head of a record: no two of them share bytes of the file.
+    tensor.rows.append(Row(0, [2, 0], [1, 2], tensor.rows[0].file))
+
+
+def packed_half_of_another(index: Index) -> None:
+    index.tensor("v").rows[0].position = index.tensor("w").rows[0].position + 4
+    index.tensor("v").rows[0].file = index.tensor("w").rows[0].file
+
+
+def packed_one_place(index: Index) -> None:
+    """Let 500 tensors be the same bytes."""
+    one = index.tensor("w")
+    index.tensors += [Tensor(b"w%03d" % i, one.shape, one.dtype, 0, one.rows) for i in range(500)]
+
+
+def packed_diagonal(index: Index) -> None:
+    """Let 10,000 boxes lie beside each other along one axis, and after each other along another."""
+    tensor = index.tensor("w")
+    tensor.shape = [1 << 20, 1 << 20]
+    tensor.rows = [Row(0, [i, i], [8, 1], tensor.rows[0].file) for i in range(10_000)]
+
+
+def packed_shape(index: Index, value: int) -> None:
+    tensor = index.tensor("w")
+    tensor.shape = [value, 2]
+    tensor.rows[0].shape = [value, 2]
+
+
+def packed_row(name: str, value: int) -> Callable[[Index], object]:
+    return lambda index: setattr(index.tensor("w").rows[0], name, value)
+
+
+PACKED_NUMBERS = {
+    "past_the_end": 1 << 20, "negative": -1, "2_31": 1 << 31, "2_32": 1 << 32, "2_62": 1 << 62,
+    "2_63": 1 << 63,
+}  # fmt: skip
+for _name, _value in PACKED_NUMBERS.items():
+    STATIC[f"packed_shape_{_name}"] = (
+        "torch_dist", packed(lambda d, v=_value: packed_shape(d, v)),
+    )  # fmt: skip
+    if _value != 1 << 32:  # four bytes of it are nothing, and it is the first file
+        STATIC[f"packed_file_{_name}"] = ("torch_dist", packed(packed_row("file", _value)))
+    STATIC[f"packed_position_{_name}"] = ("torch_dist", packed(packed_row("position", _value)))
+    for _number in ("directory_nbytes", "nbytes", "tensors", "chunks", "files", "dtypes", "axes",
+                    "key_nbytes", "name_nbytes"):  # fmt: skip
+        STATIC[f"packed_{_number}_{_name}"] = (
+            "torch_dist", packed(lambda d, n=_number, v=_value: d.head.update({n: v})),
+        )  # fmt: skip
+for _name, _path in PATHS.items():
+    if isinstance(_path, str):
+        STATIC[f"packed_path_{_name}"] = (
+            "torch_dist",
+            packed(lambda d, p=_path: d.files.__setitem__(0, p.encode("utf-8", "surrogatepass"))),
+        )
+STATIC |= {
+    "packed_overlapping_chunks": ("torch_dist", packed(packed_overlap)),
+    "packed_half_of_another": ("torch_dist", packed(packed_half_of_another)),
+    "packed_one_place_for_many": ("torch_dist", packed(packed_one_place)),
+    "packed_same_chunk_often": ("torch_dist", packed(lambda d: d.tensor("w").rows.extend(d.tensor("w").rows * 2))),
+    "packed_box_outside": ("torch_dist", packed(lambda d: d.tensor("w").rows[0].offset.__setitem__(0, 3))),
+    "packed_empty_chunk": ("torch_dist", packed(lambda d: d.tensor("w").rows[0].shape.__setitem__(0, 0))),
+    "packed_gigantic": ("torch_dist", packed(lambda d: setattr(d.tensor("w"), "shape", [1 << 62, 2]))),
+    "packed_dtype_code": ("torch_dist", packed(lambda d: d.dtypes.__setitem__(0, (b"load", 4)))),
+    "packed_dtype_empty": ("torch_dist", packed(lambda d: d.dtypes.__setitem__(0, (b"", 4)))),
+    "packed_itemsize": ("torch_dist", packed(lambda d: d.dtypes.__setitem__(0, (d.dtypes[0][0], 1)))),
+    "packed_dtype_number": ("torch_dist", packed(lambda d: setattr(d.tensor("w"), "dtype", 255))),
+    "packed_role": ("torch_dist", packed(lambda d: setattr(d.tensor("w"), "role", 255))),
+    "packed_object_of_floats": ("torch_dist", packed(lambda d: setattr(d.tensor("w"), "role", 1))),
+    "packed_keys_twice": ("torch_dist", packed(lambda d: setattr(d.tensor("v"), "key", b"w"))),
+    "packed_keys_mixed": ("torch_dist", packed(lambda d: d.tensors.reverse())),
+    "packed_key_no_text": ("torch_dist", packed(lambda d: setattr(d.tensor("w"), "key", b"\xff"))),
+    "packed_key_ends": ("torch_dist", packed(lambda d: setattr(d, "key_ends", [1 << 31] * len(d.tensors)))),
+    "packed_counts": ("torch_dist", packed(lambda d: setattr(d.tensor("w"), "count", (1 << 32) - 1))),
+    "packed_axes": ("torch_dist", packed(lambda d: setattr(d.tensor("w"), "ndim", 255))),
+    "packed_checksum": ("torch_dist", packed(lambda d: setattr(d.tensor("w"), "checksum", 0))),
+    "packed_padding": ("torch_dist", packed(lambda d: setattr(d, "padding", bytes(1 << 12)))),
+    "packed_more_behind": ("torch_dist", packed(lambda d: setattr(d, "behind", bytes(64)))),
+    "packed_version_0": ("torch_dist", packed(lambda d: setattr(d, "version", 0))),
+    "packed_version_2": ("torch_dist", packed(lambda d: setattr(d, "version", 2))),
+    "packed_file_twice": ("torch_dist", packed(lambda d: d.files.append(d.files[0]))),
+    "packed_no_index": ("torch_dist", raw("index.bin", b"")),
+    "packed_json": ("torch_dist", raw("index.bin", '{"xxh3_64":"')),
+    "packed_zeros": ("torch_dist", raw("index.bin", bytes(4096))),
+}  # fmt: skip
+
+
+def sealed_holes(path: Path) -> None:
+    """Let the manifest say of an index of 8 GiB of nothing that it is right."""
+    nbytes = 1 << 33
+    os.truncate(path / "index.bin", nbytes)
+    data = bytes(BLOCK_NBYTES)
+    blocks = struct.pack("<Q", digest(data)) * (nbytes // BLOCK_NBYTES)
+    document = document_of(path / "manifest.json")
+    document["files"]["index.bin"] = {
+        "nbytes": nbytes, "blocks": base64.b64encode(blocks).decode(),
+    }  # fmt: skip
+    (path / "manifest.json").write_bytes(with_seal(json.dumps(document)))
+
+
 def swap_object(path: Path) -> None:
     """Put a pickle into the document of a sharded object."""
     found = next(
@@ -536,35 +658,35 @@ def swap_object(path: Path) -> None:
 
 
 STATIC |= {
-    "overlapping_chunks": ("torch_dist", index(overlap)),
-    "one_place_for_many": ("torch_dist", index(one_place)),
-    "half_of_another": ("torch_dist", index(half_of_another)),
-    "same_chunk_often": ("torch_dist", index(chunks_of(3))),
-    "box_outside": ("torch_dist", index(lambda d: d["tensors"]["w"]["chunks"][0].__setitem__(0, [3, 0]))),
-    "other_dtype": ("torch_dist", index(lambda d: d["tensors"]["w"].update(dtype="load"))),
-    "other_role": ("torch_dist", index(lambda d: d["tensors"]["w"].update(role="code"))),
-    "gigantic": ("torch_dist", index(lambda d: d["tensors"]["w"].update(shape=[1 << 62, 2]))),
+    "overlapping_chunks": ("json_index", index(overlap)),
+    "one_place_for_many": ("json_index", index(one_place)),
+    "half_of_another": ("json_index", index(half_of_another)),
+    "same_chunk_often": ("json_index", index(chunks_of(3))),
+    "box_outside": ("json_index", index(lambda d: d["tensors"]["w"]["chunks"][0].__setitem__(0, [3, 0]))),
+    "other_dtype": ("json_index", index(lambda d: d["tensors"]["w"].update(dtype="load"))),
+    "other_role": ("json_index", index(lambda d: d["tensors"]["w"].update(role="code"))),
+    "gigantic": ("json_index", index(lambda d: d["tensors"]["w"].update(shape=[1 << 62, 2]))),
     "gigantic_zarr": ("zarr2", index(lambda d: d["tensors"]["w"].update(shape=[1 << 62, 2]))),
-    "many_axes": ("torch_dist", index(lambda d: d["tensors"]["w"].update(shape=[1] * 10_000))),
-    "tensors_a_list": ("torch_dist", index(lambda d: d.update(tensors=[]))),
-    "index_twice": ("torch_dist", index_text(lambda t: t.replace('"w": {', '"w": {}, "w": {', 1))),
-    "index_nan": ("torch_dist", index_text(lambda t: t.replace('"version": 1', '"version": NaN', 1))),
-    "index_infinity": ("torch_dist", index_text(lambda t: t.replace('"version": 1', '"version": 1e400', 1))),
-    "index_digits": ("torch_dist", index_text(lambda t: t.replace('"version": 1', '"version": ' + "9" * 50_000, 1))),
-    "index_deep": ("torch_dist", index_text(lambda t: t.replace('"version": 1', '"version": ' + "[" * 100_000, 1))),
-    "index_no_utf8": ("torch_dist", raw("index.json", b'{"xxh3_64":"\xff')),
-    "manifest_twice": ("torch_dist", manifest_text(lambda t: t.replace('"index.json": {', '"index.json": {}, "index.json": {', 1))),
+    "many_axes": ("json_index", index(lambda d: d["tensors"]["w"].update(shape=[1] * 10_000))),
+    "tensors_a_list": ("json_index", index(lambda d: d.update(tensors=[]))),
+    "index_twice": ("json_index", index_text(lambda t: t.replace('"w": {', '"w": {}, "w": {', 1))),
+    "index_nan": ("json_index", index_text(lambda t: t.replace('"version": 1', '"version": NaN', 1))),
+    "index_infinity": ("json_index", index_text(lambda t: t.replace('"version": 1', '"version": 1e400', 1))),
+    "index_digits": ("json_index", index_text(lambda t: t.replace('"version": 1', '"version": ' + "9" * 50_000, 1))),
+    "index_deep": ("json_index", index_text(lambda t: t.replace('"version": 1', '"version": ' + "[" * 100_000, 1))),
+    "index_no_utf8": ("json_index", raw("index.json", b'{"xxh3_64":"\xff')),
+    "manifest_twice": ("torch_dist", manifest_text(lambda t: t.replace('"index.bin": {', '"index.bin": {}, "index.bin": {', 1))),
     "manifest_nan": ("torch_dist", manifest_text(lambda t: t.replace('"world_size": 1', '"world_size": NaN', 1))),
     "manifest_bool": ("torch_dist", manifest(lambda d: d.update(world_size=True))),
     "manifest_deep": ("torch_dist", manifest_text(lambda t: t.replace('"version": 2', '"version": ' + "[" * 100_000, 1))),
     "manifest_algorithm": ("torch_dist", manifest(lambda d: d.update(checksum={"algorithm": "none"}))),
-    "manifest_blocks": ("torch_dist", manifest(lambda d: d["files"]["index.json"].update(blocks="AAAA"))),
-    "manifest_no_blocks": ("torch_dist", manifest(lambda d: d["files"]["index.json"].pop("blocks"))),
+    "manifest_blocks": ("torch_dist", manifest(lambda d: d["files"]["index.bin"].update(blocks="AAAA"))),
+    "manifest_no_blocks": ("torch_dist", manifest(lambda d: d["files"]["index.bin"].pop("blocks"))),
     "manifest_of_nothing": ("torch_dist", manifest(lambda d: d.update(files={}))),
-    "manifest_no_index": ("torch_dist", manifest(lambda d: d["files"].pop("index.json"))),
-    "manifest_names_nfc": ("torch_dist", manifest(lambda d: d["files"].update({"\u00e9": d["files"]["index.json"], "e\u0301": d["files"]["index.json"]}))),
-    "manifest_names_rtl": ("torch_dist", manifest(lambda d: d["files"].update({"\u202ejson.xedni": d["files"]["index.json"]}))),
-    "manifest_names_zero_width": ("torch_dist", manifest(lambda d: d["files"].update({"index\u200b.json": d["files"]["index.json"]}))),
+    "manifest_no_index": ("torch_dist", manifest(lambda d: d["files"].pop("index.bin"))),
+    "manifest_names_nfc": ("torch_dist", manifest(lambda d: d["files"].update({"\u00e9": d["files"]["index.bin"], "e\u0301": d["files"]["index.bin"]}))),
+    "manifest_names_rtl": ("torch_dist", manifest(lambda d: d["files"].update({"\u202enib.xedni": d["files"]["index.bin"]}))),
+    "manifest_names_zero_width": ("torch_dist", manifest(lambda d: d["files"].update({"index\u200b.bin": d["files"]["index.bin"]}))),
     "marker_twice": ("torch_dist", raw("metadata.json", '{"sharded_backend": "a", "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "json", "common_backend_version": 1}')),
     "marker_bool": ("torch_dist", raw("metadata.json", '{"sharded_backend": "torch_dist", "sharded_backend_version": true, "common_backend": "json", "common_backend_version": 1}')),
     "marker_float": ("torch_dist", raw("metadata.json", '{"sharded_backend": "torch_dist", "sharded_backend_version": 1.0, "common_backend": "json", "common_backend_version": 1}')),
@@ -593,7 +715,7 @@ STATIC |= {
     "common_gigantic_array": ("torch_dist", common({"step": {"$ndarray": ["<f8", [1 << 40], {"$bytes": ""}]}})),
     "common_gigantic_sparse": ("torch_dist", common({"step": {"$sparse": [1, 2, [1 << 40], True]}})),
     "common_layout": ("torch_dist", common({"dist_ckpt": 3, "models": [], "extra_state": 1, "optimizers": [], "tied": 5, "common": 1})),
-    "object_pickle": ("torch_dist", swap_object),
+    "object_pickle": ("json_index", swap_object),
 }  # fmt: skip
 
 
@@ -683,7 +805,7 @@ def listening(name: str) -> Change:
     return apply
 
 
-for _name in ("metadata.json", "manifest.json", "index.json", "common.json", "__0_0.distcp"):
+for _name in ("metadata.json", "manifest.json", "index.bin", "common.json", "__0_0.distcp"):
     LIVE[f"link_out_{_name}"] = ("torch_dist", linked(_name, "../{outside}/{name}"))
     LIVE[f"link_absolute_{_name}"] = ("torch_dist", linked(_name, "{absolute}/{name}"))
     LIVE[f"link_to_device_{_name}"] = ("torch_dist", linked(_name, "/dev/zero"))
@@ -709,12 +831,12 @@ def long_document(path: Path) -> None:
 
 
 def many_files(document: dict[str, Any]) -> None:
-    one = document["files"]["index.json"]
+    one = document["files"]["index.bin"]
     document["files"].update({f"f{i}": one for i in range(5_000)})
 
 
 LIVE |= {
-    "index_of_10000_boxes": ("torch_dist", index(diagonal)),
+    "index_of_10000_boxes": ("json_index", index(diagonal)),
     "manifest_of_5000_files": ("torch_dist", manifest(many_files)),
     "common_of_300000_keys": (
         "torch_dist", common({"step": 7, **{f"k{i}": i for i in range(300_000)}}),
@@ -727,7 +849,14 @@ LIVE |= {
     "zarr_of_20_mb": ("foreign_zarr", long_document),
     "common_pt_of_holes": ("mcore", lambda path: os.truncate(path / "common.pt", 1 << 33)),
     "metadata_of_holes": ("dcp", lambda path: os.truncate(path / ".metadata", 1 << 33)),
-    "index_of_holes": ("torch_dist", lambda path: os.truncate(path / "index.json", 1 << 33)),
+    "index_of_holes": ("torch_dist", lambda path: os.truncate(path / "index.bin", 1 << 33)),
+    "json_index_of_holes": ("json_index", lambda path: os.truncate(path / "index.json", 1 << 33)),
+    "packed_sealed_holes": ("torch_dist", sealed_holes),
+    "packed_10000_boxes": ("torch_dist", packed(packed_diagonal)),
+    "packed_1000000_files": (
+        "torch_dist",
+        packed(lambda d: (d.files.extend([b""] * 1_000_000), setattr(d, "padding", b""))),
+    ),
     "manifest_of_holes": ("torch_dist", lambda path: os.truncate(path / "manifest.json", 1 << 33)),
 }  # fmt: skip
 

@@ -52,7 +52,7 @@ def foreign_request() -> dict[str, Any]:
 
 def loaded(path: Path) -> object:
     is_own = any((path / name).is_symlink() or (path / name).exists() for name in
-                 ("index.json", "manifest.json"))  # fmt: skip
+                 ("index.bin", "index.json", "manifest.json"))  # fmt: skip
     return load(request() if is_own else foreign_request(), path)
 
 

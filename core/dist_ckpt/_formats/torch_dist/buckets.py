@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dist_ckpt._engine.memory import Scratch, bits, host_bytes, pieces_for_write
 from dist_ckpt._engine.transfer import run_jobs
-from dist_ckpt._formats.torch_dist.records import frame_record
+from dist_ckpt._formats.torch_dist.records import frame_of
 from dist_ckpt._planning.describe import dtype_name
 from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import Extent, open_store
@@ -160,17 +160,15 @@ def _placed(
         at[:] = [entry.item.index.fqn]
         one = _place(entry, position, transforms)
         placed.append(one)
-        position += one.nbytes
+        position = one.position + one.nbytes
     return placed
 
 
 def _place(entry: WriteEntry, position: int, transforms: _StorageWriterTransforms) -> _Placed:
     data = entry.data
     if isinstance(data, torch.Tensor) and _is_framed(data) and not transforms.extensions:
-        frame = frame_record(
-            dtype_name(data.dtype), tuple(data.shape), data.element_size(), start=position
-        )
-        return _Placed(entry, position, frame.total, frame, b"", None)
+        frame = frame_of(dtype_name(data.dtype), tuple(data.shape), data.element_size())
+        return _Placed(entry, frame.start_after(position), frame.total, frame, b"", None)
     stream = io.BytesIO()
     value: Any = _host_clone(data) if isinstance(data, torch.Tensor) else _bytes_io(data)
     info = _write_item(
@@ -181,10 +179,13 @@ def _place(entry: WriteEntry, position: int, transforms: _StorageWriterTransform
 
 
 def _extents(placed: list[_Placed], check: Callable[[], None], at: list[str]) -> Iterator[Extent]:
-    scratch = Scratch()
+    scratch, end = Scratch(), 0
     for one in placed:
         check()
         at[:] = [one.entry.item.index.fqn]
+        if one.position > end:
+            yield Extent(end, bytes(one.position - end))
+        end = one.position + one.nbytes
         if one.frame is None:
             yield Extent(one.position, one.encoded)
             continue

@@ -6,50 +6,46 @@ the marker (``_formats.documents``), data files (``write``, ``read``). Runs on r
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dist_ckpt._formats.documents import (
-    INDEX_FILE,
     MAX_DOCUMENT_NBYTES,
     METADATA_FILE,
+    PACKED_INDEX_FILE,
     CheckpointContents,
 )
-from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
+from dist_ckpt._planning.index import CheckpointIndex
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from dist_ckpt._formats.base import WriteResult
+    from dist_ckpt._planning.chunks import ChunkTable
 
 __all__ = ["index_documents", "open_foreign", "read_index"]
 
 read_index = CheckpointIndex.from_json
 
 
-def index_documents(
-    results: Sequence[WriteResult], empty: Mapping[str, StoredTensor]
-) -> dict[str, bytes]:
-    """Return ``index.json``, which we read, and ``.metadata``, which DCP reads."""
-    from dist_ckpt._formats.torch_dist.metadata import encode_metadata  # noqa: PLC0415 - heavy
+def index_documents(table: ChunkTable, *, dcp_metadata: bool = True) -> dict[str, bytes]:
+    """Return ``index.bin``, which we read, and ``.metadata``, which DCP reads.
 
-    tensors: dict[str, StoredTensor] = dict(empty)
-    chunks: dict[str, list[Any]] = {}
-    for result in results:
-        chunks.setdefault(result.info.key, []).append(result.chunk)
-        tensors[result.info.key] = StoredTensor(
-            result.info.dtype, result.info.global_shape, (), result.info.role
-        )
-    for key, found in chunks.items():
-        one = tensors[key]
-        ordered = tuple(sorted(found, key=lambda chunk: chunk.box))
-        tensors[key] = StoredTensor(one.dtype, one.shape, ordered, one.role)
-    return {
-        INDEX_FILE: CheckpointIndex(tensors).to_json(),
-        METADATA_FILE: encode_metadata(results, empty),
-    }
+    Args:
+        table: Where each chunk lies, tensors without elements included.
+        dcp_metadata: Whether there is to be a ``.metadata``.
+
+    Raises:
+        StorageError: The index would be too large to be read.
+    """
+    from dist_ckpt._formats.torch_dist.dcp_metadata import encode_metadata  # noqa: PLC0415 - heavy
+    from dist_ckpt._planning.packing import pack_index  # noqa: PLC0415 - heavy
+
+    index = pack_index(table)
+    documents = {PACKED_INDEX_FILE: index}
+    if dcp_metadata:
+        documents[METADATA_FILE] = encode_metadata(index)
+    return documents
 
 
 def open_foreign(directory: Path) -> CheckpointContents:

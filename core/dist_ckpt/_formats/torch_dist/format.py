@@ -9,22 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dist_ckpt._formats.base import SavePlan, Written
-from dist_ckpt._formats.torch_dist.contents import index_documents
-from dist_ckpt._formats.torch_dist.write import plan_files, write_shards
+from dist_ckpt._formats.manifest import PACKED_INDEX_FILE
+from dist_ckpt._formats.torch_dist.layout import ChunksOfJob, plan_files, rank_chunks
+from dist_ckpt._formats.torch_dist.write import write_durably
 from dist_ckpt._planning.distribution import assign_writers
+from dist_ckpt._planning.packing import pack_index
 from dist_ckpt.errors import StorageError
-from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from dist_ckpt._formats.base import WriteJob, WriteResult
-    from dist_ckpt._formats.torch_dist.write import PlannedFile
-    from dist_ckpt._planning.describe import ShardInfo
-    from dist_ckpt._planning.distribution import WriteItem
+    from dist_ckpt._formats.base import WriteJob
+    from dist_ckpt._formats.torch_dist.layout import PlannedFile
+    from dist_ckpt._planning.chunks import ChunkTable
+    from dist_ckpt._planning.distribution import WriteItems
     from dist_ckpt._planning.index import StoredTensor
+    from dist_ckpt._planning.table import ShardTable
+    from dist_ckpt._planning.together import JobTable
 
 __all__ = ["TorchDistFormat"]
 
@@ -50,14 +52,16 @@ class TorchDistFormat:
             )
         self.separation_hint = separation_hint
 
-    def plan(self, views: Sequence[Sequence[ShardInfo]], directory: Path) -> SavePlan:  # noqa: ARG002 - nothing is made there
+    def plan(self, job: JobTable, directory: Path) -> SavePlan:  # noqa: ARG002 - nothing is made there
         """Share out the boxes. Rank 0."""
-        plans = assign_writers(views)
-        return SavePlan(work=plans, num_results=sum(map(len, plans)))
+        plans = assign_writers(job)
+        return SavePlan(
+            work=plans, num_results=sum(map(len, plans)), combined=ChunksOfJob(job, plans)
+        )
 
-    def sources(self, work: Sequence[WriteItem]) -> set[int]:
+    def sources(self, work: WriteItems) -> set[int]:
         """Return which shards a rank writes of."""
-        return {item.shard for item in work}
+        return set(work.shard.tolist())
 
     def pass_on(self, job: WriteJob) -> None:
         """Do nothing: each box is written by a rank that holds it."""
@@ -67,25 +71,20 @@ class TorchDistFormat:
         if not job.work:
             return Written(files={})
         planned = self.files(
-            [shard.info for shard in job.shards],
+            job.shards.table,
             job.work,
             rank=job.rank,
             thread_count=job.thread_count,
         )
-        files = write_shards(
-            job.shards, planned, open_store(job.directory), thread_count=job.thread_count
+        files = write_durably(
+            job.shards, planned, job.directory, thread_count=job.thread_count, rank=job.rank
         )
-        with storage_errors("sync", job.directory):
-            fsync_directory(job.directory)
-        return Written(
-            files={file.name: file.found for file in files},
-            results=[result for file in files for result in file.results],
-        )
+        return Written(files=files, results=rank_chunks(planned))
 
     def files(
         self,
-        infos: Sequence[ShardInfo],
-        work: Sequence[WriteItem],
+        infos: ShardTable,
+        work: WriteItems,
         *,
         rank: int,
         thread_count: int,
@@ -101,9 +100,9 @@ class TorchDistFormat:
 
     def documents(
         self,
-        results: Sequence[WriteResult],
-        empty: Mapping[str, StoredTensor],
+        results: ChunkTable,
+        empty: Mapping[str, StoredTensor],  # noqa: ARG002 - they are among the results
         directory: Path,  # noqa: ARG002 - nothing is left there
     ) -> dict[str, bytes]:
-        """Return our index and DCP's. Rank 0."""
-        return index_documents(results, empty)
+        """Return our index; DCP's is made of it when it is published. Rank 0."""
+        return {PACKED_INDEX_FILE: pack_index(results)}

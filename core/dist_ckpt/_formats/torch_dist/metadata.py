@@ -1,9 +1,9 @@
-"""The ``.metadata`` file of torch.distributed.checkpoint: written for others, read from others.
+"""The ``.metadata`` file of torch.distributed.checkpoint, read from others.
 
-Here: the pickle of DCP's ``Metadata`` dataclass (torch/distributed/checkpoint/metadata.py, torch
-2.13), and a restricted unpickler for it. Not here: our own index, which is JSON
-(``_planning.index``), what Megatron-Core adds (``mcore``). Runs on rank 0. Nothing that we wrote is
-ever unpickled.
+Here: a restricted unpickler for the pickle of DCP's ``Metadata`` dataclass
+(torch/distributed/checkpoint/metadata.py, torch 2.13). Not here: writing one (``dcp_metadata``),
+our own index (``_planning.packed``), what Megatron-Core adds (``mcore``). Runs on rank 0. Nothing
+that we wrote is ever unpickled.
 """
 
 from __future__ import annotations
@@ -13,10 +13,6 @@ import math
 import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch.distributed.checkpoint import filesystem as dcp_filesystem
-from torch.distributed.checkpoint import metadata as dcp
 
 from dist_ckpt._formats.torch_dist.inert import Node, size, torch_constant
 from dist_ckpt._formats.torch_dist.mcore import (
@@ -35,15 +31,12 @@ from dist_ckpt.errors import CorruptedCheckpointError, UnsafeContentError
 from dist_ckpt.storage.base import checked_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from dist_ckpt._formats.torch_dist.write import WriteResult
+    from collections.abc import Mapping
 
 __all__ = [
     "ForeignCheckpoint",
     "StoredBytes",
     "decode_metadata",
-    "encode_metadata",
 ]
 
 
@@ -59,43 +52,6 @@ class ForeignCheckpoint:
     objects: Mapping[str, StoredBytes]
     paths: Mapping[str, tuple[str | int, ...]]
     """Flat key -> path in the nested state dict, where the writer noted it."""
-
-
-def encode_metadata(results: Sequence[WriteResult], empty: Mapping[str, StoredTensor]) -> bytes:
-    """Return the ``.metadata`` that lets DCP read what was written.
-
-    Args:
-        results: Every box of every rank.
-        empty: Tensors without elements, of which no box is written.
-    """
-    tensors: dict[str, dcp.STORAGE_TYPES] = {}
-    storage: dict[dcp.MetadataIndex, Any] = {}
-    for result in results:
-        info, box = result.info, result.chunk.box
-        entry = tensors.get(info.key)
-        if entry is None:
-            entry = tensors[info.key] = _tensor_entry(info.dtype, info.global_shape)
-        assert isinstance(entry, dcp.TensorStorageMetadata)  # noqa: S101 - made just above
-        place = dcp.MetadataIndex(info.key, torch.Size(box.offset), len(entry.chunks))
-        entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
-        storage[place] = dcp_filesystem._StorageInfo(  # noqa: SLF001 - part of DCP's file format
-            result.chunk.file, result.record_position, result.record_nbytes
-        )
-    for key, tensor in empty.items():
-        tensors[key] = _tensor_entry(tensor.dtype, tensor.shape)
-    metadata = dcp.Metadata(
-        state_dict_metadata=tensors,
-        planner_data={key: (key,) for key in tensors},
-        storage_data=storage,
-        storage_meta=dcp.StorageMeta(),
-        version="1.0.0",
-    )
-    return pickle.dumps(metadata)
-
-
-def _tensor_entry(dtype: str, shape: tuple[int, ...]) -> dcp.TensorStorageMetadata:
-    properties = dcp.TensorProperties(dtype=dtype_from_name(dtype))
-    return dcp.TensorStorageMetadata(properties, torch.Size(shape), [])
 
 
 def decode_metadata(data: bytes, *, where: str, sizes: Mapping[str, int]) -> ForeignCheckpoint:

@@ -10,17 +10,21 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from dist_ckpt._engine.memory import PIECE_NBYTES, Scratch, bits, host_bytes, is_plain_memory
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.torch_dist.payload import Record, find_payload
+from dist_ckpt._formats.torch_dist.runs import Memory, read_runs
 from dist_ckpt._formats.torch_dist.unpickle import tensor_of_record
+from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt._geometry import Box, split_box
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import StoredChunk
 from dist_ckpt._planning.load import Read, byte_runs, plan_reads
+from dist_ckpt._planning.wanted import boxes_of, runs_of
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError, MismatchError
 from dist_ckpt.storage import Extent
 
@@ -37,6 +41,10 @@ _MANY_RUNS = 256
 
 _CALL_NBYTES = 4096
 """What one more read call costs, in bytes read along: beyond ``_MANY_RUNS``, the cheaper way."""
+
+_SPAN_NBYTES = 4 << 20
+"""What lies between the runs of a region is read in pieces up to this size: they are copied while
+they are in the processor's cache."""
 
 _SMALL_RECORD_NBYTES = 1 << 14
 """A record up to this size is read whole: finding the payload in it takes as long."""
@@ -68,13 +76,40 @@ def read_into(
         CorruptedCheckpointError: A file ends early or a record cannot be decoded; names the key.
         StorageError: The store failed.
     """
+    nbytes = 0
+    if isinstance(store, VerifiedStore):
+        nbytes, destinations = _read_runs(destinations, index, store, thread_count=thread_count)
     plan = plan_reads([(d.key, d.box) for d in destinations], index)
     jobs = [
         _job(store, name, part, destinations)
         for name, reads in plan.items()
         for part in _parts(reads, thread_count)
     ]
-    return sum(run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-read"))
+    return nbytes + sum(run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-read"))
+
+
+def _read_runs(
+    destinations: Sequence[Destination],
+    index: CheckpointIndex,
+    store: VerifiedStore,
+    *,
+    thread_count: int,
+) -> tuple[int, Sequence[Destination]]:
+    """Fill what is plain memory by runs; return how many bytes that were, and what is left."""
+    keys = [one.key for one in destinations]
+    wanted = boxes_of(keys, [one.box for one in destinations], index.tensors)
+    dtypes = [dtype_from_name(name) for name in wanted.stored.dtypes]
+    number = wanted.stored.dtype[wanted.tensor].tolist()
+    plain = [
+        one.view.data_ptr() if one.view.dtype == dtypes[at] and is_plain_memory(one.view) else 0
+        for one, at in zip(destinations, number, strict=True)
+    ]
+    address = np.array(plain, dtype=np.int64)
+    runs, filled = runs_of(wanted, address != 0)
+    memory = Memory(address[runs.box] + runs.start, lambda run: keys[runs.box[run]])
+    nbytes = read_runs(runs, memory, store, thread_count=thread_count)
+    done = filled.tolist()
+    return nbytes, [one for one, is_done in zip(destinations, done, strict=True) if not is_done]
 
 
 def _parts(reads: list[Read], count: int) -> list[list[Read]]:
@@ -148,7 +183,7 @@ def _fill_from_span(source: _Source, read: Read, view: torch.Tensor) -> int:
     """Read everything between the first and the last run, and pick the runs from memory."""
     region = read.region
     span = _span(read)
-    if span > PIECE_NBYTES and any(n > 1 for n in region.shape):
+    if span > _SPAN_NBYTES and any(n > 1 for n in region.shape):
         nbytes = 0
         for half in split_box(region, 1, (region.numel + 1) // 2):
             part = Read(read.request, read.key, read.dtype, read.chunk, half)

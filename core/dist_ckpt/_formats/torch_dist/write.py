@@ -1,131 +1,55 @@
 """Boxes of this rank -> data files, bytes straight from the tensors' memory.
 
-Here: which box goes at which position of which file, and the jobs that write them. Not here:
-threads (``_engine.transfer``), files (``storage``), metadata (``metadata``, ``_planning.index``).
-Runs on every rank for its own boxes; no rank waits for another.
+Here: the bytes of each planned file in order, and the jobs that write them. Not here: their layout
+(``layout``), threads (``_engine.transfer``), files (``storage``), metadata. Runs on every rank for
+its own boxes; no rank waits for another.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dist_ckpt._engine.memory import Scratch, host_bytes, pieces_for_write
+from dist_ckpt._engine.memory import Scratch, host_bytes, is_plain_memory, pieces_for_write
 from dist_ckpt._engine.transfer import run_jobs
-from dist_ckpt._formats.base import WriteResult
-from dist_ckpt._formats.torch_dist.records import RecordFrame, frame_record
-from dist_ckpt._planning.describe import dtype_from_name
-from dist_ckpt._planning.index import StoredChunk
-from dist_ckpt.errors import CheckpointingException, StorageError
-from dist_ckpt.storage import Extent
+from dist_ckpt.errors import CheckpointingException, CoordinationError, StorageError
+from dist_ckpt.storage import Extent, open_store
+from dist_ckpt.storage.local import fsync_directory, is_directory, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
     import torch
 
     from dist_ckpt._checksums import FileSum
-    from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.describe import LocalShard, ShardInfo
-    from dist_ckpt._planning.distribution import WriteItem
+    from dist_ckpt._formats.torch_dist.layout import PlannedFile
+    from dist_ckpt._planning.table import LocalShards
     from dist_ckpt.storage import Store
 
-__all__ = [
-    "PlacedShard",
-    "PlannedFile",
-    "WriteResult",
-    "WrittenFile",
-    "data_file_name",
-    "extents_of",
-    "plan_files",
-    "write_shards",
-]
+__all__ = ["WrittenFile", "extents_of", "write_durably", "write_shards"]
+
+_GATHERED_NBYTES = 1 << 20
+"""Small records are put together to pieces of this size: a call for each would cost more."""
+
+_DIRECT_NBYTES = 1 << 17
+"""Payloads from this size on are written from the tensor's own memory."""
+
+_ZEROS = bytes(4096)
+"""No gap between records is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A data file that is complete and durable, with what it holds."""
+    """A data file that is complete and durable."""
 
     name: str
     found: FileSum
-    results: tuple[WriteResult, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedShard:
-    """A box of one of this rank's shards, and its record's place in a file.
-
-    Attributes:
-        shard: Number of the shard.
-        info: Its description.
-        box: What is written of it, in global coordinates.
-        position: Where the record begins, in bytes.
-        frame: What stands around the payload.
-    """
-
-    shard: int
-    info: ShardInfo
-    box: Box
-    position: int
-    frame: RecordFrame
-
-    @property
-    def payload(self) -> int:
-        """Byte position of the first element in the file."""
-        return self.position + len(self.frame.head)
-
-    def view_in(self, shards: Sequence[LocalShard]) -> torch.Tensor:
-        """Return the box of this rank's data."""
-        view = shards[self.shard].view
-        assert view is not None  # noqa: S101 - the plan gives work to holders of data only
-        if self.box == self.info.box:
-            return view
-        inside = self.box.relative_to(self.info.box)
-        return view[inside.slices()] if inside.shape else view
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """A data file before it is written; depends on descriptions alone, not on values."""
-
-    name: str
-    nbytes: int
-    placed: tuple[PlacedShard, ...]
-
-    @property
-    def results(self) -> tuple[WriteResult, ...]:
-        """What the file will hold."""
-        return tuple(_result(self.name, one) for one in self.placed)
-
-
-def data_file_name(rank: int, number: int, prefix: str = "") -> str:
-    """Return the name that DCP gives to a rank's data file, after a prefix of our own."""
-    return f"{prefix}__{rank}_{number}.distcp"
-
-
-def plan_files(
-    infos: Sequence[ShardInfo],
-    items: Sequence[WriteItem],
-    *,
-    rank: int,
-    thread_count: int,
-    separation_hint: str | None = None,
-) -> list[PlannedFile]:
-    """Return the files that this rank's ``items`` make, with the place of each.
-
-    Tensors whose key begins with ``separation_hint`` get files of their own, named after it.
-    """
-    apart, rest = _separated(infos, items, separation_hint)
-    return [
-        _planned_file(data_file_name(rank, number, prefix), _place(infos, group))
-        for prefix, chosen in ((separation_hint or "", apart), ("", rest))
-        for number, group in enumerate(_spread(infos, chosen, thread_count))
-        if group
-    ]
 
 
 def write_shards(
-    shards: Sequence[LocalShard],
+    shards: LocalShards,
     files: Sequence[PlannedFile],
     store: Store,
     *,
@@ -140,92 +64,139 @@ def write_shards(
     return run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-write")
 
 
-def _separated(
-    infos: Sequence[ShardInfo], items: Sequence[WriteItem], hint: str | None
-) -> tuple[list[WriteItem], list[WriteItem]]:
-    """Return the items below the hint, and the others."""
-    if not hint:
-        return [], list(items)
-    apart = [item for item in items if infos[item.shard].key.startswith(hint)]
-    return apart, [item for item in items if not infos[item.shard].key.startswith(hint)]
+def write_durably(
+    shards: LocalShards,
+    files: Sequence[PlannedFile],
+    directory: Path,
+    *,
+    thread_count: int,
+    rank: int,
+) -> dict[str, FileSum]:
+    """Write this rank's files into an existing directory, names and all; return their checksums.
 
-
-def _spread(
-    infos: Sequence[ShardInfo], items: Sequence[WriteItem], count: int
-) -> list[list[WriteItem]]:
-    """Deal the items to ``count`` files by bytes; order within a file is the plan's."""
-    groups: list[list[WriteItem]] = [[] for _ in range(count)]
-    load = [0] * count
-    sized = [
-        (item.box.numel * dtype_from_name(infos[item.shard].dtype).itemsize, number)
-        for number, item in enumerate(items)
-    ]
-    home: dict[int, int] = {}
-    for nbytes, number in sorted(sized, key=lambda pair: (-pair[0], pair[1])):
-        target = min(range(count), key=load.__getitem__)
-        load[target] += nbytes
-        home[number] = target
-    for number, item in enumerate(items):
-        groups[home[number]].append(item)
-    return groups
-
-
-def _place(infos: Sequence[ShardInfo], items: Sequence[WriteItem]) -> list[PlacedShard]:
-    placed, position = [], 0
-    for item in items:
-        info = infos[item.shard]
-        itemsize = dtype_from_name(info.dtype).itemsize
-        frame = frame_record(info.dtype, item.box.shape, itemsize, start=position)
-        placed.append(PlacedShard(item.shard, info, item.box, position, frame))
-        position += frame.total
-    return placed
-
-
-def _planned_file(name: str, placed: list[PlacedShard]) -> PlannedFile:
-    return PlannedFile(name, placed[-1].position + placed[-1].frame.total, tuple(placed))
+    Raises:
+        StorageError: As ``write_shards``; or the directory is not there for this rank.
+        CoordinationError: A file was not written.
+    """
+    if not is_directory(directory):
+        raise StorageError(
+            f"{directory} was made by rank 0 but is not there for rank {rank}.",
+            hint="the checkpoint directory must be on a file system that all ranks share.",
+        )
+    written = write_shards(shards, files, open_store(directory), thread_count=thread_count)
+    with storage_errors("sync", directory):
+        fsync_directory(directory)
+    found = {file.name: file.found for file in written}
+    if missing := [file.name for file in files if file.name not in found]:
+        raise CoordinationError(
+            f"{len(files)} files were planned for rank {rank}; not written: {', '.join(missing)}"
+        )
+    return found
 
 
 def _file_job(
-    store: Store, file: PlannedFile, shards: Sequence[LocalShard]
+    store: Store, file: PlannedFile, shards: LocalShards
 ) -> Callable[[Callable[[], None]], WrittenFile]:
     def write(check: Callable[[], None]) -> WrittenFile:
-        at: list[str] = []
+        at: list[int] = []
         try:
             extents = extents_of(file, shards, check, at)
             found = store.write(file.name, extents, nbytes=file.nbytes)
         except CheckpointingException as error:
-            key = f" while writing {at[-1]!r}" if at else ""
+            key = f" while writing {_key(file, at[-1])!r}" if at else ""
             raise StorageError(f"{file.name}{key}: {error}") from error
-        return WrittenFile(file.name, found, file.results)
+        return WrittenFile(file.name, found)
 
     return write
 
 
+def _key(file: PlannedFile, number: int) -> str:
+    return file.table.keys[int(file.table.key[file.items.shard[number]])]
+
+
+class _Gathered:
+    """Bytes that follow each other in a file, on their way to be written together."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray(_GATHERED_NBYTES)
+        self._view = memoryview(self._memory)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._start, self._used = 0, 0
+
+    def has_room(self, nbytes: int) -> bool:
+        return self._used + nbytes <= _GATHERED_NBYTES
+
+    def put(self, data: bytes) -> None:
+        end = self._used + len(data)
+        self._view[self._used : end] = data
+        self._used = end
+
+    def skip_to(self, position: int) -> None:
+        """Put zeros up to a position of the file."""
+        self.put(_ZEROS[: position - self._start - self._used])
+
+    def put_memory(self, address: int, nbytes: int) -> None:
+        ctypes.memmove(self._address + self._used, address, nbytes)
+        self._used += nbytes
+
+    def taken(self) -> Iterator[Extent]:
+        """Yield what was put in, if anything was; the memory is used again after that."""
+        if self._used:
+            yield Extent(self._start, self._view[: self._used])
+        self._start, self._used = self._start + self._used, 0
+
+    def leave_out(self, nbytes: int) -> None:
+        """Go on behind bytes that are written by themselves."""
+        self._start += nbytes
+
+
 def extents_of(
     file: PlannedFile,
-    shards: Sequence[LocalShard],
+    shards: LocalShards,
     check: Callable[[], None] = lambda: None,
-    at: list[str] | None = None,
+    at: list[int] | None = None,
 ) -> Iterator[Extent]:
-    """Yield the bytes of a file, in order; an extent is void when the next one comes.
+    """Yield the bytes of a file, in order and without a gap.
+
+    An extent is void when the next one comes.
 
     Args:
         file: What to write.
         shards: This rank's, with data.
         check: Called between tensors; stops the job by raising.
-        at: Gets the key that is being read.
+        at: Gets the number of the item that is being read.
     """
-    scratch = Scratch()
-    for one in file.placed:
+    scratch, gathered = Scratch(), _Gathered()
+    at = [] if at is None else at
+    at.append(0)
+    numbers = file.items.shard.tolist()
+    rows = zip(numbers, file.frames, file.payloads, file.is_whole, strict=True)
+    for number, (shard, frame, payload, is_whole) in enumerate(rows):
         check()
-        if at is not None:
-            at[:] = [one.info.key]
-        yield Extent(one.position, one.frame.head)
-        for offset, piece in pieces_for_write(one.view_in(shards), scratch):
-            yield Extent(one.payload + offset, host_bytes(piece))
-        yield Extent(one.payload + one.frame.nbytes, one.frame.tail)
+        at[0] = number
+        data = shards.data[shard]
+        head, nbytes, tail = frame.head, frame.nbytes, frame.tail
+        if not gathered.has_room(len(_ZEROS) + len(head) + min(nbytes, _DIRECT_NBYTES) + len(tail)):
+            yield from gathered.taken()
+        gathered.skip_to(payload - len(head))
+        gathered.put(head)
+        if nbytes < _DIRECT_NBYTES and is_whole and data is not None and is_plain_memory(data):
+            gathered.put_memory(data.data_ptr(), nbytes)
+        else:
+            yield from gathered.taken()
+            view = _view(file, number, shards)
+            for offset, piece in pieces_for_write(view, scratch):
+                yield Extent(payload + offset, host_bytes(piece))
+            gathered.leave_out(nbytes)
+        gathered.put(tail)
+    yield from gathered.taken()
 
 
-def _result(name: str, one: PlacedShard) -> WriteResult:
-    chunk = StoredChunk(one.box, name, one.payload, one.frame.nbytes)
-    return WriteResult(one.info, chunk, one.position, one.frame.total)
+def _view(file: PlannedFile, number: int, shards: LocalShards) -> torch.Tensor:
+    item = file.items[number]
+    view = shards.view(item.shard)
+    assert view is not None  # noqa: S101 - the plan gives work to holders of data only
+    if file.is_whole[number]:
+        return view
+    inside = item.box.relative_to(file.table[item.shard].box)
+    return view[inside.slices()] if inside.shape else view

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import threading
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._engine.memory import bits
@@ -18,7 +19,7 @@ from dist_ckpt.errors import CorruptedCheckpointError, StorageError, UnknownStra
 from dist_ckpt.storage.local import hint_of_errno
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
     from types import ModuleType
 
@@ -65,17 +66,24 @@ class Arrays:
 
     def __init__(self, directory: Path, file_count: int) -> None:
         """Open nothing yet."""
-        self._package: Any = tensorstore()
-        self._directory = directory.absolute()
-        self._context = self._package.Context(
-            {
-                "cache_pool": {"total_bytes_limit": 0},
-                "data_copy_concurrency": {"limit": file_count},
-                "file_io_concurrency": {"limit": file_count},
-            }
-        )
+        self._directory, self._file_count = directory.absolute(), file_count
         self._opened: dict[str, Any] = {}
         self._lock = threading.Lock()
+
+    @cached_property
+    def _package(self) -> Any:
+        return tensorstore()
+
+    @cached_property
+    def _context(self) -> Any:
+        limit = {"limit": self._file_count}
+        return self._package.Context(
+            {
+                "cache_pool": {"total_bytes_limit": 0},
+                "data_copy_concurrency": limit,
+                "file_io_concurrency": limit,
+            }
+        )
 
     def open(self, path: str, document: dict[str, Any], *, key: str) -> Any:
         """Return the array at ``path``, taking ``document`` for its metadata; reads no file.
@@ -105,28 +113,6 @@ class Arrays:
             ) from error
         with self._lock:
             return self._opened.setdefault(path, array)
-
-    def begin_write(
-        self, array: Any, box: Box, source: np.ndarray[Any, Any], *, key: str
-    ) -> Callable[[], None]:
-        """Begin to store ``source`` as ``box`` of ``array``; return what waits for the end.
-
-        The memory is lent until then. At the end whole cells have replaced their files, which are
-        synced, and so are their names.
-
-        Raises:
-            StorageError: Here or while waiting; names key and box.
-        """
-        target = array[box.slices()] if box.shape else array
-        what = f"cannot write {key!r} at {box.offset}"
-        with _errors(what, written=True):
-            futures = target.write(source, can_reference_source_data_indefinitely=True)
-
-        def wait() -> None:
-            with _errors(what, written=True):
-                futures.result()
-
-        return wait
 
     def read(self, array: Any, box: Box, target: np.ndarray[Any, Any], *, key: str) -> None:
         """Fill ``target``, of any strides, from ``box`` of ``array``.

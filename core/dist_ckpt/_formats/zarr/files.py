@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._formats.zarr.grid import cells_of
+from dist_ckpt._formats.zarr.layout import is_by_rows
 from dist_ckpt._formats.zarr.names import chunk_name
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import Extent
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
     from dist_ckpt._geometry import Box
     from dist_ckpt.storage import Store
 
-__all__ = ["ChunkFiles", "chunk_files", "is_as_torch", "is_as_written"]
+__all__ = ["ChunkFiles", "chunk_files", "is_as_written"]
 
 _MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError)
 _INDEX_ENTRY_NBYTES = 16
+_MAX_INNER = 1 << 12
+"""Shards of more inner chunks, ours seldom are, are left to TensorStore: their index is long."""
 _BLOSC_HEADER = struct.Struct("<4BIII")
 """Versions, flags and item size; then the lengths: unfolded, of a block, compressed (c-blosc 1)."""
 _MAX_HELD_NBYTES = 1 << 31
@@ -38,14 +41,18 @@ long as it likes. More does not fit the common compressors either."""
 class ChunkFiles:
     """Files of ``cell`` elements each, none shorter than ``least_nbytes``.
 
-    ``blosc_nbytes`` is what a chunk that Blosc compressed says of its length, else None.
+    ``inner`` are the extents of what can be read; ``is_plain`` tells that elements lie in a file as
+    they do in a tensor. ``blosc_nbytes`` is what a chunk that Blosc compressed says of its length,
+    else None.
     """
 
     path: str
     zarr_format: int
     separator: str
     cell: tuple[int, ...]
+    inner: tuple[int, ...]
     least_nbytes: int
+    is_plain: bool
     blosc_nbytes: int | None = None
 
     def name(self, numbers: tuple[int, ...]) -> str:
@@ -127,8 +134,12 @@ def _v2(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
         raise ValueError(f"compressed or reordered chunks of {nbytes} bytes")
     compressor = document.get("compressor") or {}
     is_blosc = not is_plain and compressor.get("id") == "blosc"
-    least = nbytes if is_plain else 0
-    return ChunkFiles(path, 2, separator, cell, least, nbytes if is_blosc else None)
+    return ChunkFiles(
+        path, 2, separator, cell, cell,
+        least_nbytes=nbytes if is_plain else 0,
+        is_plain=is_as_written(document),
+        blosc_nbytes=nbytes if is_blosc else None,
+    )  # fmt: skip
 
 
 def _v3(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
@@ -151,18 +162,15 @@ def _v3(document: dict[str, Any], path: str, itemsize: int) -> ChunkFiles:
         raise ValueError(f"chunks of {inner} in shards of {cell}")
     count = math.prod(-(-c // i) for c, i, _ in axes)
     least = max(count * _INDEX_ENTRY_NBYTES, math.prod(inner) * itemsize)
-    return ChunkFiles(path, 3, ".", cell, least)
-
-
-def is_as_torch(document: dict[str, Any]) -> bool:
-    """Whether the elements of a v2 chunk lie as they do in a tensor."""
-    return document.get("order") == "C" and not str(document.get("dtype")).startswith(">")
+    is_plain = is_by_rows(cell, inner) and count <= _MAX_INNER
+    return ChunkFiles(path, 3, ".", cell, inner, least, is_plain)
 
 
 def is_as_written(document: dict[str, Any]) -> bool:
     """Whether the chunks of a v2 array are laid out as this format writes them."""
     is_plain = document.get("compressor") is None and not document.get("filters")
-    return is_plain and is_as_torch(document)
+    is_as_torch = document.get("order") == "C" and not str(document.get("dtype")).startswith(">")
+    return is_plain and is_as_torch
 
 
 def _extents(values: Any) -> tuple[int, ...]:

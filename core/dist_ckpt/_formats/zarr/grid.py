@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["Grid", "around", "cell_box", "cells_of", "choose_grid", "split_on_grid", "whole_cells"]
 
 _CELL_NBYTES = {2: 16 << 20, 3: 64 << 20}
-"""Largest file: TensorStore holds a whole chunk of v2 to read a part of it, and a whole shard of v3
-is copied once when a tensor is not plain host memory."""
+"""Largest file: other readers hold a whole chunk of v2 to read a part of it; a file is also what
+one thread writes at a time."""
 
 _INNER_NBYTES = 2 << 20
-"""Largest inner chunk of a v3 shard: what reading one element costs."""
+"""Largest inner chunk of a v3 shard: what reading one element costs other readers."""
 
 _SMALL_NBYTES = 256 << 10
 """Below it a file costs more than its bytes: smaller cells only where boxes are as small."""
@@ -81,8 +81,7 @@ def choose_grid(
     cell = tuple(axis.extent for axis in axes)
     if zarr_format == 2:  # noqa: PLR2004 - of zarr
         return Grid(cell, cell)
-    _halve(axes, itemsize)
-    inner = tuple(axis.extent for axis in axes)
+    inner = _rows(axes, itemsize)
     return Grid(tuple(-(-c // i) * i for c, i in zip(cell, inner, strict=True)), inner)
 
 
@@ -137,32 +136,33 @@ def _shrink(axes: Sequence[_Axis], itemsize: int, limit: int) -> None:
             if not axis.fixed:
                 axis.extent = -(-axis.extent // need)
                 continue
-            most = min(axis.extent, slack * need)
-            fits = (f for f in range(need, most + 1) if not axis.extent % f)
-            axis.extent //= next(fits, 1)
+            axis.extent = _divided(axis.extent, need, slack)
 
 
-def _halve(axes: Sequence[_Axis], itemsize: int) -> None:
-    """Cut inner chunks down, the longest axis first: parts of rows and of columns then cost little.
+def _divided(extent: int, need: int, slack: int) -> int:
+    """Return an extent cut into equal parts, at least ``need`` and few more; whole if none fit."""
+    most = min(extent, slack * need)
+    return extent // next((n for n in range(need, most + 1) if not extent % n), 1)
 
-    The extents of fixed axes are divided without a rest, those of others rounded up.
+
+def _rows(axes: Sequence[_Axis], itemsize: int) -> tuple[int, ...]:
+    """Return the extents of inner chunks: runs of rows, so that a shard lies as a tensor does.
+
+    One of each outer axis, a part of the next one, the others in full. The extents of fixed axes
+    are divided without a rest, those of others rounded up.
     """
-    while _nbytes(axes, itemsize) > _INNER_NBYTES:
-        divisors = [_smallest_divisor(axis) for axis in axes]
-        usable = [i for i, divisor in enumerate(divisors) if divisor]
-        if not usable:
-            return
-        longest = max(usable, key=lambda i: (axes[i].extent, -i))
-        axes[longest].extent = -(-axes[longest].extent // divisors[longest])
-
-
-def _smallest_divisor(axis: _Axis) -> int:
-    """Return by what to cut an axis next, 0 if nothing suits."""
-    if axis.extent == 1:
-        return 0
-    if not axis.fixed:
-        return 2
-    return next((d for d in range(2, 64) if axis.extent % d == 0), 0)
+    inner = [axis.extent for axis in axes]
+    for number, axis in enumerate(axes):
+        most = max(1, _INNER_NBYTES // (math.prod(inner[number + 1 :]) * itemsize))
+        need = -(-axis.extent // most)
+        if not axis.fixed:
+            inner[number] = -(-axis.extent // need)
+        else:
+            divided = (_divided(axis.extent, need, slack) for slack in (1, 4, 32))
+            inner[number] = next((n for n in divided if n < axis.extent), axis.extent)
+        if inner[number] > 1:
+            break
+    return tuple(inner)
 
 
 def split_on_grid(box: Box, cell: tuple[int, ...], itemsize: int, max_nbytes: int) -> Iterator[Box]:

@@ -13,21 +13,26 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dist_ckpt._formats.base import Written
 from dist_ckpt._formats.torch_dist.foreign import COMMON_PT
 from dist_ckpt._formats.torch_saved import torch_saved
 from dist_ckpt._formats.zarr.format import ZarrFormat
-from dist_ckpt._formats.zarr.metadata import metadata_name
 from dist_ckpt._formats.zarr.names import is_plain_path
+from dist_ckpt._planning.table import ROLES, ShardTable
 from dist_ckpt.mapping import is_main_replica
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
-    from dist_ckpt._formats.base import WriteJob
+    from dist_ckpt._formats.base import SavePlan, WriteJob
+    from dist_ckpt._planning.describe import ShardInfo
+    from dist_ckpt._planning.together import JobTable
     from dist_ckpt._state import SaveParts
 
 __all__ = ["MegatronZarrFormat"]
@@ -44,13 +49,27 @@ class MegatronZarrFormat(ZarrFormat):
         """Make the arrays zarr v2."""
         super().__init__(1)
 
+    def plan(self, job: JobTable, directory: Path) -> SavePlan:
+        """Choose grids and share out cells; see which files for the other reader have no place."""
+        plan = super().plan(job, directory)
+        arrays = {array.path for work in plan.work for array in work.documents}
+        names = {
+            name
+            for view in job.views
+            for key in _object_keys(view)
+            for name in _object_files(key)
+            if _meets_chunks(arrays, name)
+        }
+        barred = tuple(sorted(names))
+        return replace(plan, work=[replace(work, barred=barred) for work in plan.work])
+
     def write(self, job: WriteJob) -> Written:
         """Write arrays, then the files for the other reader. Every rank."""
         written = super().write(job)
         store, files = open_store(job.directory), dict(written.files or {})
         folders: set[Path] = set()
         for name, value in _companions(job.parts, job.rank).items():
-            if _meets_chunks(job.directory, name):
+            if name in job.work.barred:
                 continue
             with storage_errors("create", job.directory / name):
                 (job.directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -73,14 +92,21 @@ def _companions(parts: SaveParts, rank: int) -> dict[str, Any]:
     return found | ({COMMON_PT: parts.common} if rank == 0 else {})
 
 
-def _meets_chunks(directory: Path, name: str) -> bool:
+def _object_keys(view: Sequence[ShardInfo]) -> set[str]:
+    """Return the keys of a rank's objects."""
+    table = ShardTable.of(view)
+    rows = np.flatnonzero(table.flags >> 4 & 3 == ROLES.index("object"))
+    return {table.keys[number] for number in table.key[rows].tolist()}
+
+
+def _meets_chunks(arrays: Collection[str], name: str) -> bool:
     """Whether a folder on the way to ``name`` would have the name of a chunk of an array.
 
-    The older reader knows no other place: it cannot have both. All arrays are made by now.
+    The older reader knows no other place: it cannot have both.
     """
     parts = name.split("/")
     return any(
-        _CHUNK.fullmatch(parts[n]) and (directory.joinpath(*parts[:n]) / metadata_name(2)).exists()
+        _CHUNK.fullmatch(parts[n]) and "/".join(parts[:n]) in arrays
         for n in range(1, len(parts) - 1)
     )
 

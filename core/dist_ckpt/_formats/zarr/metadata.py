@@ -143,7 +143,7 @@ def _zero(name: str) -> Any:
 
 def encode_metadata(document: dict[str, Any]) -> bytes:
     """Return the document as it is stored."""
-    return json.dumps(document, indent=4).encode("ascii")
+    return json.dumps(document).encode("ascii")
 
 
 def parse_metadata(data: bytes, where: str) -> dict[str, Any]:

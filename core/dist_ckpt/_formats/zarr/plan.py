@@ -80,11 +80,15 @@ class RankWork:
         whole: Boxes of whole cells that it writes from its own shards.
         shared: Cells that it puts together.
         passed_on: Boxes that it puts down for other ranks, in this order.
+        documents: Arrays whose metadata it writes: each array is in one rank's.
+        barred: Names that files beside the arrays cannot have, the same for all ranks.
     """
 
     whole: tuple[tuple[Array, WriteItem], ...]
     shared: tuple[SharedCell, ...]
     passed_on: tuple[WriteItem, ...]
+    documents: tuple[Array, ...] = ()
+    barred: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +135,30 @@ def plan_arrays(views: Sequence[Sequence[ShardInfo]], zarr_format: int) -> ZarrP
                 passed_on[rank].append(WriteItem(index, box))
                 position[rank] += box.numel * arrays[key].itemsize
             shared[owner].append(SharedCell(arrays[key], cell, tuple(own), tuple(received)))
-    work = (
-        RankWork(
-            tuple((arrays[keys[rank][item.shard]], item) for item in items[rank]),
-            tuple(shared[rank]),
-            tuple(passed_on[rank]),
-        )
+    whole = [
+        tuple((arrays[keys[rank][item.shard]], item) for item in items[rank])
         for rank in range(len(views))
-    )
-    return ZarrPlan(arrays, tuple(work))
+    ]
+    documents = _documents(arrays, whole, shared)
+    work = zip(whole, map(tuple, shared), map(tuple, passed_on), documents, strict=True)
+    return ZarrPlan(arrays, tuple(RankWork(*one) for one in work))
+
+
+def _documents(
+    arrays: Mapping[str, Array],
+    whole: Sequence[Iterable[tuple[Array, WriteItem]]],
+    shared: Sequence[Iterable[SharedCell]],
+) -> list[tuple[Array, ...]]:
+    """Give each array's metadata to a rank that writes of it, or else to rank 0."""
+    writers: dict[str, dict[int, None]] = defaultdict(dict)
+    for rank, (of_rank, cells) in enumerate(zip(whole, shared, strict=True)):
+        for path in (*(array.path for array, _ in of_rank), *(one.array.path for one in cells)):
+            writers[path][rank] = None
+    documents: list[list[Array]] = [[] for _ in whole]
+    for array in arrays.values():
+        few = min(writers.get(array.path, (0,)), key=lambda rank: len(documents[rank]))
+        documents[few].append(array)
+    return [tuple(of_rank) for of_rank in documents]
 
 
 def _arrays(

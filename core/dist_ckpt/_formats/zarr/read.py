@@ -1,12 +1,15 @@
 """Arrays -> boxes of tensors, straight into the tensors' memory.
 
-Here: which chunks a box needs and how each is read. Not here: TensorStore (``arrays``), threads
-(``_engine.transfer``). Runs on every rank for its own boxes.
+Here: which chunks a box needs and how each is read: as plain bytes (``slices``) where they are, and
+through TensorStore (``arrays``) where they are not. Not here: threads (``_engine.transfer``). Runs
+on every rank for its own boxes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,58 +19,67 @@ from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.zarr.arrays import Arrays, host_array
 from dist_ckpt._formats.zarr.files import ChunkFiles, chunk_files, is_as_written
-from dist_ckpt._formats.zarr.grid import cells_of, split_on_grid
+from dist_ckpt._formats.zarr.grid import Grid, cells_of, split_on_grid
 from dist_ckpt._formats.zarr.metadata import (
     MAX_METADATA_NBYTES,
+    array_metadata,
     check_metadata,
     metadata_name,
     parse_metadata,
 )
-from dist_ckpt._formats.zarr.slices import has_large_plain_chunks, read_slices
+from dist_ckpt._formats.zarr.slices import as_raw, read_cells, read_slices
 from dist_ckpt._planning.describe import dtype_from_name
+from dist_ckpt._planning.index import StoredTensor
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
+from dist_ckpt.storage import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dist_ckpt._formats.verification import VerifiedStore
     from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
+    from dist_ckpt._planning.index import CheckpointIndex
+    from dist_ckpt.storage import Store
 
 __all__ = ["read_into"]
 
 _BLOCK_NBYTES = 8 << 20
 """What one job reads at a time, if that is more than a chunk."""
 
+_KEYS_OF_A_JOB = 64
+"""Most arrays that one job opens: one takes less time than a job does."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """An array that has been compared with the index.
+    """An array whose metadata has been compared with the index.
 
     Attributes:
-        array: What TensorStore reads.
         document: Its metadata.
+        is_ours: Whether this is, word for word, what this format writes.
         stored: What the index says.
-        chunk: Extents of what can be read.
         files: The files of its chunks.
     """
 
-    array: Any
     document: dict[str, Any]
+    is_ours: bool
     stored: StoredTensor
-    chunk: tuple[int, ...]
     files: ChunkFiles
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it is better read without TensorStore."""
-        return has_large_plain_chunks(self.document, self.files)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tensor."""
         return dtype_from_name(self.stored.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An array that TensorStore has opened: its handle, and the extents of what can be read."""
+
+    handle: Any
+    chunk: tuple[int, ...]
+    opened: _Opened
 
 
 def read_into(
@@ -78,7 +90,7 @@ def read_into(
     *,
     thread_count: int,
 ) -> int:
-    """Fill all destinations in place and return the number of bytes of the chunks that were read.
+    """Fill all destinations in place and return the number of bytes that were read for them.
 
     A destination of another dtype than the stored one is cast; whether that is wanted has been
     decided before (``_integrity.match``).
@@ -88,25 +100,54 @@ def read_into(
             short or altered; names the key.
         StorageError: The file system failed.
     """
+    parts: dict[str, list[tuple[Destination, Box]]] = defaultdict(list)
+    for one in destinations:
+        for part in _stored_parts(one, index):
+            parts[one.key].append((one, part))
     arrays = Arrays(directory, thread_count)
-    wanted = [(one, part) for one in destinations for part in _stored_parts(one, index)]
-    keys = list(dict.fromkeys(one.key for one, _ in wanted))
-    jobs = [_open_job(arrays, store, key, index.tensors[key]) for key in keys]
-    opened = dict(
-        zip(keys, run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-open"), strict=True)
-    )
-    large = {key: one.files for key, one in opened.items() if one.is_large}
+    opener = _Opener(arrays, index, open_store(directory), store)
+    jobs = [opener.job({key: parts[key] for key in keys}) for keys in _batches(parts, index)]
+    opened: dict[str, int | StoredTensor | _Array] = {}
+    for found in run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-open"):
+        opened |= found
+    raw = {key: one for key, one in opened.items() if isinstance(one, StoredTensor)}
     sliced = [
-        Destination(one.key, part, _inside(one, part)) for one, part in wanted if one.key in large
+        one if part == one.box else Destination(key, part, _inside(one, part))
+        for key in raw
+        for one, part in parts[key]
     ]
-    nbytes = read_slices(sliced, index, large, store, thread_count=thread_count) if sliced else 0
+    nbytes = read_slices(sliced, raw, store, thread_count=thread_count) if sliced else 0
     reads = [
-        _read_job(arrays, store, opened[one.key], one, block)
-        for one, part in wanted
-        if one.key not in large
-        for block in _blocks(part, opened[one.key])
+        _read_job(arrays, store, array, one, block)
+        for key, array in opened.items()
+        if isinstance(array, _Array)
+        for one, part in parts[key]
+        for block in _blocks(part, array)
     ]
+    nbytes += sum(one for one in opened.values() if isinstance(one, int))
     return nbytes + sum(run_jobs(reads, thread_count=thread_count, name="dist_ckpt-read"))
+
+
+def _blocks(part: Box, array: _Array) -> Iterator[Box]:
+    return split_on_grid(part, array.chunk, array.opened.dtype.itemsize, _BLOCK_NBYTES)
+
+
+def _batches(
+    parts: Mapping[str, Sequence[tuple[Destination, Box]]], index: CheckpointIndex
+) -> Iterator[list[str]]:
+    """Yield keys that one job takes: few bytes, or one key."""
+    batch: list[str] = []
+    nbytes = 0
+    for key, wanted in parts.items():
+        itemsize = dtype_from_name(index.tensors[key].dtype).itemsize
+        more = sum(part.numel for _, part in wanted) * itemsize
+        if batch and (nbytes + more > _BLOCK_NBYTES or len(batch) == _KEYS_OF_A_JOB):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(key)
+        nbytes += more
+    if batch:
+        yield batch
 
 
 def _stored_parts(one: Destination, index: CheckpointIndex) -> Iterator[Box]:
@@ -123,63 +164,131 @@ def _inside(one: Destination, part: Box) -> torch.Tensor:
     return one.view[part.relative_to(one.box).slices()] if part.shape else one.view
 
 
-def _blocks(part: Box, opened: _Opened) -> Iterator[Box]:
-    return split_on_grid(part, opened.chunk, opened.dtype.itemsize, _BLOCK_NBYTES)
+class _Opener:
+    """Reads and compares the metadata of arrays."""
 
+    def __init__(
+        self, arrays: Arrays, index: CheckpointIndex, bare: Store, store: VerifiedStore
+    ) -> None:
+        self._arrays, self._index, self._bare, self._store = arrays, index, bare, store
+        # Most arrays of a model have one of a few shapes, and then the same document.
+        self._known: dict[tuple[Any, ...], _Opened] = {}
 
-def _open_job(
-    arrays: Arrays, store: VerifiedStore, key: str, stored: StoredTensor
-) -> Callable[[Callable[[], None]], _Opened]:
-    def job(check: Callable[[], None]) -> _Opened:
-        check()
-        path, encoding = stored.chunks[0].file, stored.chunks[0].encoding
-        name = f"{path}/{metadata_name(3 if encoding == 'zarr3' else 2)}"
+    def job(
+        self, wanted: Mapping[str, Sequence[tuple[Destination, Box]]]
+    ) -> Callable[[Callable[[], None]], dict[str, int | StoredTensor | _Array]]:
+        """Return what opens arrays; it reads them, too, where each box is whole files of bytes.
+
+        For each key it returns how many bytes it has read, or else the tensor as raw chunks, or
+        what TensorStore has opened.
+        """
+
+        def job(check: Callable[[], None]) -> dict[str, int | StoredTensor | _Array]:
+            opened = {}
+            for key, boxes in wanted.items():
+                check()
+                opened[key] = self._open(key, boxes)
+            return opened
+
+        return job
+
+    def _open(
+        self, key: str, wanted: Sequence[tuple[Destination, Box]]
+    ) -> int | StoredTensor | _Array:
+        opened = self._understood(key)
+        files, stored, handle = opened.files, opened.stored, None
+        if not opened.is_ours:
+            # What else its metadata may say, TensorStore judges.
+            handle = self._arrays.open(files.path, opened.document, key=key)
+        if files.is_plain:
+            with _naming(key):
+                nbytes = self._read(stored, wanted, files)
+                if nbytes is not None:
+                    return nbytes
+                raw = as_raw(stored, [part for _, part in wanted], files, self._bare)
+            if raw is not None:
+                return raw
+        handle = handle or self._arrays.open(files.path, opened.document, key=key)
+        return _Array(handle, tuple(handle.chunk_layout.read_chunk.shape or ()), opened)
+
+    def _read(
+        self, stored: StoredTensor, wanted: Sequence[tuple[Destination, Box]], files: ChunkFiles
+    ) -> int | None:
+        """Fill the destinations from whole files; None if one needs another way."""
+        nbytes = 0
+        for one, part in wanted:
+            more = read_cells(stored, part, _inside(one, part), files, self._store)
+            if more is None:
+                return None
+            nbytes += more
+        return nbytes
+
+    def _understood(self, key: str) -> _Opened:
+        """Read an array's document and compare it with the index."""
+        stored = self._index.tensors[key]
+        chunk = stored.chunks[0]
+        name = f"{chunk.file}/{metadata_name(3 if chunk.encoding == 'zarr3' else 2)}"
         try:
-            data = store.read(name, max_nbytes=MAX_METADATA_NBYTES)
+            data = self._store.read(name, max_nbytes=MAX_METADATA_NBYTES)
         except CheckpointNotFoundError as error:
             raise CorruptedCheckpointError(
                 f"{key!r}: {error}", hint="use another checkpoint."
             ) from error
-        document = parse_metadata(data, name)
-        check_metadata(document, key, stored.dtype, stored.shape, name)
-        itemsize = dtype_from_name(stored.dtype).itemsize
-        files = chunk_files(document, path, itemsize, key=key, where=name)
-        if encoding == "zarr2" and not is_as_written(document):
-            raise CorruptedCheckpointError(
-                f"{key!r}: {name} describes chunks that are not laid out as they were written.",
-                hint="use another checkpoint.",
-            )
-        array = arrays.open(path, document, key=key)
-        chunk = tuple(array.chunk_layout.read_chunk.shape or ())
-        return _Opened(array, document, stored, chunk, files)
+        told = data, stored.dtype, stored.shape, chunk.encoding
+        if told not in self._known:
+            self._known[told] = _opened(key, data, name, stored)
+        known = self._known[told]
+        return replace(known, stored=stored, files=replace(known.files, path=chunk.file))
 
-    return job
+
+def _opened(key: str, data: bytes, name: str, stored: StoredTensor) -> _Opened:
+    """Return an array whose document describes what the index says."""
+    document, chunk = parse_metadata(data, name), stored.chunks[0]
+    check_metadata(document, key, stored.dtype, stored.shape, name)
+    itemsize = dtype_from_name(stored.dtype).itemsize
+    files = chunk_files(document, chunk.file, itemsize, key=key, where=name)
+    if chunk.encoding == "zarr2" and not is_as_written(document):
+        raise CorruptedCheckpointError(
+            f"{key!r}: {name} describes chunks that are not laid out as they were written.",
+            hint="use another checkpoint.",
+        )
+    grid = Grid(files.cell, files.inner)
+    ours = array_metadata(stored.shape, stored.dtype, grid, files.zarr_format)
+    is_ours = document == ours and len(files.cell) == len(stored.shape)
+    return _Opened(document, is_ours, stored, files)
 
 
 def _read_job(
-    arrays: Arrays, store: VerifiedStore, opened: _Opened, one: Destination, block: Box
+    arrays: Arrays, store: VerifiedStore, array: _Array, one: Destination, block: Box
 ) -> Callable[[Callable[[], None]], int]:
     def job(check: Callable[[], None]) -> int:
         check()
-        _check(opened, block, store, one.key)
-        view = _inside(one, block)
-        if view.device.type == "cpu" and view.dtype == opened.dtype and _is_as_stored(view):
-            arrays.read(opened.array, block, host_array(view), key=one.key)
+        _check(array.opened, block, store, one.key)
+        view, dtype = _inside(one, block), array.opened.dtype
+        if view.device.type == "cpu" and view.dtype == dtype and _is_as_stored(view):
+            arrays.read(array.handle, block, host_array(view), key=one.key)
         else:
-            buffer = Scratch().take("block", block.shape, opened.dtype)
-            arrays.read(opened.array, block, host_array(buffer), key=one.key)
+            buffer = Scratch().take("block", block.shape, dtype)
+            arrays.read(array.handle, block, host_array(buffer), key=one.key)
             _copy(view, buffer)
-        return _chunk_nbytes(opened, block)
+        return _chunk_nbytes(array, block)
 
     return job
 
 
 def _check(opened: _Opened, block: Box, store: VerifiedStore, key: str) -> None:
     """Compare the files of a block before TensorStore reads them, which shows no bytes."""
-    try:
+    with _naming(key):
         opened.files.check(store, block, key=key)
         for numbers in cells_of(block, opened.files.cell):
             store.verify_whole(opened.files.name(numbers))
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Let damage name the key."""
+    try:
+        yield
     except CorruptedCheckpointError as error:
         if repr(key) in str(error):
             raise
@@ -190,14 +299,14 @@ def _is_as_stored(view: torch.Tensor) -> bool:
     return view.layout == torch.strided and not view.is_conj() and not view.is_neg()
 
 
-def _chunk_nbytes(opened: _Opened, block: Box) -> int:
+def _chunk_nbytes(array: _Array, block: Box) -> int:
     """Bytes of the chunks that a block touches."""
     numel = 1
     for start, stop, c, n in zip(
-        block.offset, block.stop, opened.chunk, opened.stored.shape, strict=True
+        block.offset, block.stop, array.chunk, array.opened.stored.shape, strict=True
     ):
         numel *= min(-(-stop // c) * c, n) - start // c * c
-    return numel * opened.dtype.itemsize
+    return numel * array.opened.dtype.itemsize
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

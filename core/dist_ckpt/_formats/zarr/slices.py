@@ -1,89 +1,165 @@
-"""Large chunks of zarr v2 of which only the needed bytes are read.
+"""Chunks of plain elements, read without TensorStore: the bytes that are needed and no others.
 
-Here: which arrays have such chunks, and their chunks as boxes of raw bytes. Not here: reading those
-(``torch_dist.read``), everything that TensorStore reads (``read``).
-
-TensorStore reads a chunk of v2 as a whole. Megatron-Core made a whole shard one chunk, so that a
-row of a shard would cost all of it. Chunks of ours are small and hardly ever come here.
+Here: seeing that files are as plain as the metadata promises; whole cells straight into memory, all
+else by the reader of raw chunks (``torch_dist.read``). Not here: chunks in any other layout
+(``read``). Runs on every rank for its own boxes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from dist_ckpt._engine.memory import host_bytes, is_plain_memory
 from dist_ckpt._formats.torch_dist.read import read_into as read_raw
-from dist_ckpt._formats.zarr.files import is_as_torch
-from dist_ckpt._formats.zarr.grid import cells_of
+from dist_ckpt._formats.zarr.grid import cell_box, cells_of
+from dist_ckpt._formats.zarr.layout import shard_index, stored_extents
 from dist_ckpt._geometry import Box
+from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError
+from dist_ckpt.storage import Extent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    import torch
 
     from dist_ckpt._formats.base import Destination
     from dist_ckpt._formats.zarr.files import ChunkFiles
     from dist_ckpt.storage import Store
 
-__all__ = ["has_large_plain_chunks", "read_slices"]
-
-_LARGE_NBYTES = 32 << 20
-"""More than this: ours are not larger, and as much more memory than the state is held."""
+__all__ = ["as_raw", "read_cells", "read_slices"]
 
 
-def has_large_plain_chunks(document: dict[str, Any], files: ChunkFiles) -> bool:
-    """Whether an array, whose metadata TensorStore took, has large chunks of plain elements."""
-    return (
-        files.zarr_format == 2  # noqa: PLR2004 - of zarr
-        and files.least_nbytes > _LARGE_NBYTES
-        and is_as_torch(document)
-    )
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A file: the box that it holds row by row, its bytes, and what must stand behind them."""
+
+    name: str
+    held: Box
+    extents: tuple[int, ...]
+    nbytes: int
+    index: bytes
+
+
+def _cells(stored: StoredTensor, wanted: Iterable[Box], files: ChunkFiles) -> Iterator[_Cell]:
+    itemsize, is_v2 = dtype_from_name(stored.dtype).itemsize, files.zarr_format == 2  # noqa: PLR2004 - of zarr
+    for numbers in dict.fromkeys(n for box in wanted for n in cells_of(box, files.cell)):
+        held, index = cell_box(numbers, files.cell, stored.shape), b""
+        extents = files.cell
+        if not is_v2:
+            extents = stored_extents(held.shape, files.inner)
+            index = shard_index(files.cell, files.inner, held.shape, itemsize)
+        yield _Cell(files.name(numbers), held, extents, math.prod(extents) * itemsize, index)
+
+
+def read_cells(
+    stored: StoredTensor, part: Box, view: torch.Tensor, files: ChunkFiles, store: Store
+) -> int | None:
+    """Fill ``view`` with ``part`` of a tensor if that is whole cells, each in one read.
+
+    Args:
+        stored: The tensor, which lies in an array.
+        part: What is wanted of it.
+        view: Where it goes.
+        files: The array's, which should be plain.
+        store: The checkpoint's files.
+
+    Returns:
+        The number of bytes, None if it must be read in another way; ``view`` may have been written.
+
+    Raises:
+        CorruptedCheckpointError: A file is cut short or altered.
+        StorageError: The file system failed.
+    """
+    cells = list(_cells(stored, (part,), files))
+    targets = [_target(cell, part, view) for cell in cells]
+    if view.dtype != dtype_from_name(stored.dtype) or None in targets:
+        return None
+    nbytes = 0
+    for cell, target in zip(cells, targets, strict=True):
+        found = bytearray(len(cell.index))
+        extents = [Extent(0, target or b""), Extent(cell.nbytes, memoryview(found))]
+        try:
+            if not found and store.nbytes(cell.name) != cell.nbytes:
+                return None
+            store.read_ranges(cell.name, extents if found else extents[:1])
+        except CheckpointNotFoundError:
+            return None
+        if found != cell.index:
+            return None
+        nbytes += cell.nbytes
+    return nbytes
+
+
+def _target(cell: _Cell, part: Box, view: torch.Tensor) -> memoryview | None:
+    """Return where a cell's bytes go as they are, None if there is no such place."""
+    if cell.extents != cell.held.shape or part.intersect(cell.held) != cell.held:
+        return None
+    target = view if cell.held == part else view[cell.held.relative_to(part).slices()]
+    return host_bytes(target) if is_plain_memory(target) else None
+
+
+def as_raw(
+    stored: StoredTensor, wanted: Sequence[Box], files: ChunkFiles, bare: Store
+) -> StoredTensor | None:
+    """Return a tensor with the files that ``wanted`` needs as raw chunks, None if one is not so.
+
+    A chunk at the end of the tensor may be stored in full, so that its box reaches beyond it.
+
+    Args:
+        stored: The tensor, which lies in an array.
+        wanted: Boxes of it.
+        files: The array's, which should be plain.
+        bare: The checkpoint's files, not compared with checksums: the index of a shard is compared
+            with what it must be, byte by byte, and all that is read later with its checksum.
+    """
+    chunks = []
+    for cell in _cells(stored, wanted, files):
+        if not _ends_with(bare, cell.name, cell.nbytes, cell.index):
+            return None
+        box = Box(cell.held.offset, cell.extents)
+        chunks.append(StoredChunk(box, cell.name, 0, cell.nbytes))
+    return StoredTensor(stored.dtype, stored.shape, tuple(chunks), stored.role)
+
+
+def _ends_with(bare: Store, name: str, position: int, index: bytes) -> bool:
+    """Whether a file has ``index`` at ``position``, or ends there if there is none.
+
+    That nothing follows the index of a shard is seen when the checkpoint is opened.
+    """
+    if not index:
+        return bare.nbytes(name) == position
+    found = bytearray(len(index))
+    try:
+        bare.read_ranges(name, [Extent(position, memoryview(found))])
+    except CheckpointNotFoundError:
+        return False
+    return found == index
 
 
 def read_slices(
     destinations: Sequence[Destination],
-    index: CheckpointIndex,
-    files: Mapping[str, ChunkFiles],
+    tensors: Mapping[str, StoredTensor],
     store: Store,
     *,
     thread_count: int,
 ) -> int:
-    """Fill the destinations from chunk files; return the number of bytes read.
+    """Fill the destinations from plain files; return the number of bytes read.
 
     Args:
         destinations: Boxes within their tensors.
-        index: What is stored.
-        files: Those of each key's array.
+        tensors: What ``as_raw`` made of each key.
         store: The checkpoint's files.
         thread_count: Most reads at a time.
 
     Raises:
-        CorruptedCheckpointError: A chunk is missing or cut short.
+        CorruptedCheckpointError: A chunk is missing, cut short or altered.
         StorageError: The file system failed.
     """
-    tensors: dict[str, StoredTensor] = {}
-    for key, of_key in files.items():
-        wanted = [one.box for one in destinations if one.key == key and one.box.numel]
-        tensors[key] = _as_raw(index.tensors[key], wanted, of_key)
     try:
         return read_raw(destinations, CheckpointIndex(tensors), store, thread_count=thread_count)
     except CheckpointNotFoundError as error:
         raise CorruptedCheckpointError(str(error), hint="use another checkpoint.") from error
-
-
-def _as_raw(stored: StoredTensor, wanted: Sequence[Box], files: ChunkFiles) -> StoredTensor:
-    """Return the tensor with its wanted chunks as raw boxes.
-
-    A chunk at the end of the tensor is stored in full, so that its box reaches beyond the tensor.
-    """
-    cell = files.cell
-    chunks = [
-        StoredChunk(
-            Box(tuple(i * c for i, c in zip(numbers, cell, strict=True)), cell),
-            files.name(numbers),
-            0,
-            files.least_nbytes,
-        )
-        for numbers in dict.fromkeys(n for box in wanted for n in cells_of(box, cell))
-    ]
-    return StoredTensor(stored.dtype, stored.shape, tuple(chunks), stored.role)

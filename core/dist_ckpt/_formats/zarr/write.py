@@ -1,47 +1,59 @@
-"""A rank's cells -> files of arrays.
+"""A rank's work -> files of arrays.
 
-Here: the jobs that put down pieces and write cells. Not here: which (``plan``), TensorStore
-(``arrays``), threads (``_engine.transfer``). Runs on every rank for its own work; ranks meet only
-between putting down and writing.
+Here: the jobs that put down pieces and write documents, cells and directories. Not here: which
+(``plan``), the bytes of a cell (``cells``), threads (``_engine.transfer``). Runs on every rank for
+its own work; ranks meet only between putting down and writing.
+
+An array is a directory with at least two files, most of them small: what they cost is waiting for
+the disk, so that many wait together. What is large is written a file a thread.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+import math
+import os
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
-from dist_ckpt._checksums import FileSum, sum_of_file
-from dist_ckpt._engine.memory import Scratch, bits, fill_zero, host_bytes, pieces_for_write
+from dist_ckpt._engine.memory import Scratch, host_bytes, pieces_for_write
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import WriteJob, WriteResult, Written
-from dist_ckpt._formats.zarr.arrays import Arrays, host_array
+from dist_ckpt._formats.zarr.cells import cell_bytes, shared_cell, view_of
 from dist_ckpt._formats.zarr.grid import split_on_grid
-from dist_ckpt._formats.zarr.metadata import array_metadata
+from dist_ckpt._formats.zarr.layout import shard_index, stored_extents
+from dist_ckpt._formats.zarr.metadata import array_metadata, encode_metadata, metadata_name
 from dist_ckpt._formats.zarr.names import chunk_name, pieces_name
-from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import StoredChunk
-from dist_ckpt.errors import CheckpointingException
+from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import Extent, open_store
-from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
-    from dist_ckpt._formats.zarr.plan import Array, RankWork, Received, SharedCell
+    import torch
+
+    from dist_ckpt._checksums import FileSum
+    from dist_ckpt._formats.zarr.plan import Array, RankWork, SharedCell
     from dist_ckpt._geometry import Box
     from dist_ckpt._planning.distribution import WriteItem
     from dist_ckpt._planning.index import Encoding
+    from dist_ckpt.storage import FileWriter
 
-__all__ = ["pass_on_pieces", "write_cells"]
+__all__ = ["pass_on_pieces", "write_arrays"]
 
-FILES_OF_A_THREAD = 16
-"""Small files that one thread has the file system write at a time."""
+T = TypeVar("T")
 
-_BATCH_NBYTES = 8 << 20
-"""Most that those files have together; a larger one is alone."""
+_FILES_TOGETHER = 16
+"""Small files that one thread has open at a time."""
+
+_WAITING_THREADS = 8
+"""For each thread that moves bytes, so many that mostly wait for small files."""
+
+_SMALL_NBYTES = 1 << 20
+"""A larger file is written alone: its bytes, not its name, are what it costs."""
 
 
 def pass_on_pieces(job: WriteJob) -> None:
@@ -53,7 +65,7 @@ def pass_on_pieces(job: WriteJob) -> None:
     items: Sequence[WriteItem] = job.work.passed_on
     if not items:
         return
-    views = [_view(job, item) for item in items]
+    views = [view_of(job, item) for item in items]
     nbytes = sum(view.numel() * view.element_size() for view in views)
     open_store(job.directory).write(pieces_name(job.rank), _extents(views), nbytes=nbytes)
 
@@ -66,155 +78,182 @@ def _extents(views: Sequence[torch.Tensor]) -> Iterator[Extent]:
         start += view.numel() * view.element_size()
 
 
-def write_cells(job: WriteJob, zarr_format: int) -> Written:
-    """Write this rank's cells and return their files and boxes.
+def write_arrays(job: WriteJob, zarr_format: int) -> Written:
+    """Write this rank's documents and cells, durably; return their files and boxes.
 
-    Besides the state, each of ``thread_count`` threads holds a cell, or a batch of small ones: none
-    if it is host memory as it is, strided or not.
+    Besides the state, each thread holds a cell that it puts together, or a piece of one that is not
+    plain host memory.
 
     Raises:
         StorageError: Naming the key that was being written.
     """
     work: RankWork = job.work
-    writer = _Writer(job, zarr_format)
-    cells = [
-        writer.whole(array, item, box)
+    files = _Files(job, zarr_format)
+    folders = _make_folders(job.directory, _arrays(work))
+    every = [files.document(array) for array in work.documents]
+    every += [
+        files.whole(array, item, box)
         for array, item in work.whole
         for box in split_on_grid(item.box, array.grid.cell, array.itemsize, 1)
     ]
-    cells += [writer.shared(shared) for shared in work.shared]
-    files = run_jobs(
-        [_batch_job(batch) for batch in _batches(cells)],
-        thread_count=job.thread_count,
-        name="dist_ckpt-write",
-    )
-    results = [writer.result(array, item.shard, item.box) for array, item in work.whole]
-    for shared in work.shared:
-        boxes = [*(part.box for part in shared.own), *(part.box for part in shared.received)]
-        results += [writer.result(shared.array, shared.own[0].shard, box) for box in boxes]
-    return Written(files=dict(file for batch in files for file in batch), results=results)
+    every += [files.shared(shared) for shared in work.shared]
+    few, many = job.thread_count, job.thread_count
+    if job.thread_count > 1:
+        many *= _WAITING_THREADS
+    large = [[file] for file in every if file.nbytes > _SMALL_NBYTES]
+    small = _batches([file for file in every if file.nbytes <= _SMALL_NBYTES])
+    written = [
+        *run_jobs(list(map(files.job, large)), thread_count=few, name="dist_ckpt-write"),
+        *run_jobs(list(map(files.job, small)), thread_count=many, name="dist_ckpt-write"),
+    ]
+    syncs = list(map(_sync_job, _batches(folders)))
+    run_jobs(syncs, thread_count=many, name="dist_ckpt-write")
+    found = dict(one for batch in written for one in batch)
+    return Written(files=found, results=list(_results(job, zarr_format)))
 
 
-_Finish: TypeAlias = "Callable[[], tuple[str, FileSum]]"
-"""Waits until a cell is durable; returns its file and the file's checksums."""
+def _arrays(work: RankWork) -> Iterator[Array]:
+    yield from work.documents
+    yield from (array for array, _ in work.whole)
+    yield from (shared.array for shared in work.shared)
+
+
+def _make_folders(directory: Path, arrays: Iterable[Array]) -> list[Path]:
+    """Make the arrays' directories; return them and those above, the innermost first.
+
+    Several ranks may make the same ones: each syncs all in which it has made names.
+    """
+    paths = dict.fromkeys(array.path for array in arrays)
+    above = dict.fromkeys(path[:at] for path in paths for at in _slashes(path))
+    with storage_errors("make a directory in", directory):
+        for path in sorted((*above, *paths)):  # the outer ones first
+            with suppress(FileExistsError):
+                os.mkdir(f"{directory}/{path}")  # noqa: PTH102 - thousands, and a path costs more
+    return [directory / path for path in sorted((*above, *paths), reverse=True)] + [directory]
+
+
+def _slashes(path: str) -> Iterator[int]:
+    return (at for at, letter in enumerate(path) if letter == "/")
+
+
+def _batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[at : at + _FILES_TOGETHER] for at in range(0, len(items), _FILES_TOGETHER))
+
+
+def _sync_job(folders: Sequence[Path]) -> Callable[[Callable[[], None]], None]:
+    def sync(check: Callable[[], None]) -> None:
+        for folder in folders:
+            check()
+            with storage_errors("sync", folder):
+                fsync_directory(folder)
+
+    return sync
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
-    """A cell to be written: ``start`` begins and returns at once."""
+class _File:
+    """A file to be written; ``parts`` are its bytes, each void when the next comes."""
 
+    key: str
+    name: str
     nbytes: int
-    start: Callable[[], _Finish]
+    parts: Callable[[Scratch], Iterable[tuple[int, memoryview]]]
 
 
-def _batches(cells: Sequence[_Cell]) -> Iterator[list[_Cell]]:
-    """Put small cells together: waiting for the disk, not writing, is what they cost."""
-    batch: list[_Cell] = []
-    nbytes = 0
-    for cell in cells:
-        if batch and (nbytes + cell.nbytes > _BATCH_NBYTES or len(batch) == FILES_OF_A_THREAD):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(cell)
-        nbytes += cell.nbytes
-    if batch:
-        yield batch
-
-
-def _batch_job(batch: Sequence[_Cell]) -> Callable[[Callable[[], None]], list[tuple[str, FileSum]]]:
-    def write(check: Callable[[], None]) -> list[tuple[str, FileSum]]:
-        check()
-        begun: list[_Finish] = []
-        try:
-            begun.extend(cell.start() for cell in batch)
-            return [finish() for finish in begun]
-        except BaseException:
-            # Nobody writes behind the caller's back: what has begun ends before the error is told.
-            for finish in begun:
-                with suppress(CheckpointingException):
-                    finish()
-            raise
-
-    return write
-
-
-class _Writer:
-    """What the cells of one write share."""
+class _Files:
+    """What the files of one write share."""
 
     def __init__(self, job: WriteJob, zarr_format: int) -> None:
         self._job, self._zarr_format = job, zarr_format
-        self._arrays = Arrays(job.directory, job.thread_count * FILES_OF_A_THREAD)
         self._store = open_store(job.directory)
 
-    def whole(self, array: Array, item: WriteItem, box: Box) -> _Cell:
+    def document(self, array: Array) -> _File:
+        """Return the metadata of an array."""
+        data = encode_metadata(
+            array_metadata(array.shape, array.dtype, array.grid, self._zarr_format)
+        )
+        name = f"{array.path}/{metadata_name(self._zarr_format)}"
+        return _File(array.path, name, len(data), lambda _: ((0, memoryview(data)),))
+
+    def whole(self, array: Array, item: WriteItem, box: Box) -> _File:
         """Return a cell that comes from one shard of this rank."""
-
-        def start() -> _Finish:
-            view = _view(self._job, replace(item, box=box))
-            if view.device.type != "cpu" or view.is_conj() or view.is_neg():
-                bounce = torch.empty(box.shape, dtype=view.dtype)
-                _copy_bits(bounce, view)
-                view = bounce
-            return self._start(array, item.shard, box, view)
-
-        return _Cell(box.numel * array.itemsize, start)
-
-    def shared(self, shared: SharedCell) -> _Cell:
-        """Return a cell that is put together from this rank's shards and from other ranks'."""
-
-        def start() -> _Finish:
-            cell = torch.empty(shared.box.shape, dtype=dtype_from_name(shared.array.dtype))
-            fill_zero(cell)
-            for item in shared.own:
-                _copy_bits(_inside(cell, item.box, shared.box), _view(self._job, item))
-            for received in shared.received:
-                piece = torch.empty(received.box.shape, dtype=cell.dtype)
-                self._fetch(received, piece)
-                _copy_bits(_inside(cell, received.box, shared.box), piece)
-            return self._start(shared.array, shared.own[0].shard, shared.box, cell)
-
-        return _Cell(shared.box.numel * shared.array.itemsize, start)
-
-    def _fetch(self, received: Received, piece: torch.Tensor) -> None:
-        self._store.read_ranges(
-            pieces_name(received.rank), [Extent(received.position, host_bytes(piece))]
+        return self._cell(
+            array, item.shard, box, lambda: view_of(self._job, replace(item, box=box))
         )
 
-    def _start(self, array: Array, shard: int, box: Box, view: torch.Tensor) -> _Finish:
-        key = self._job.shards[shard].info.key
-        document = array_metadata(array.shape, array.dtype, array.grid, self._zarr_format)
-        opened = self._arrays.open(array.path, document, key=key)
-        wait = self._arrays.begin_write(opened, box, host_array(view), key=key)
-        numbers = tuple(o // c for o, c in zip(box.offset, array.grid.cell, strict=True))
+    def shared(self, shared: SharedCell) -> _File:
+        """Return a cell that is put together from this rank's shards and from other ranks'."""
+        shard = shared.own[0].shard
+        make = lambda: shared_cell(self._job, shared, self._store)  # noqa: E731 - see `whole`
+        return self._cell(shared.array, shard, shared.box, make)
+
+    def _cell(self, array: Array, shard: int, box: Box, view: Callable[[], torch.Tensor]) -> _File:
+        grid, itemsize = array.grid, array.itemsize
+        stored = stored_extents(box.shape, grid.inner)
+        nbytes = math.prod(stored) * itemsize
+        index = b""
+        if self._zarr_format == 3:  # noqa: PLR2004 - of zarr
+            index = shard_index(grid.cell, grid.inner, box.shape, itemsize)
+
+        def parts(scratch: Scratch) -> Iterator[tuple[int, memoryview]]:
+            yield from cell_bytes(view(), stored, scratch)
+            yield nbytes, memoryview(index)
+
+        numbers = tuple(o // c for o, c in zip(box.offset, grid.cell, strict=True))
         name = f"{array.path}/{chunk_name(numbers, self._zarr_format)}"
+        return _File(_key(self._job, shard), name, nbytes + len(index), parts)
 
-        def finish() -> tuple[str, FileSum]:
-            wait()
-            path = self._job.directory / name
-            with storage_errors("sum up", path):
-                # TensorStore does not show what it writes: it is read back out of the page cache.
-                return name, sum_of_file(path)
+    def job(
+        self, files: Sequence[_File]
+    ) -> Callable[[Callable[[], None]], list[tuple[str, FileSum]]]:
+        """Return what writes files, then waits for all of them: the disk syncs them together."""
 
-        return finish
+        def write(check: Callable[[], None]) -> list[tuple[str, FileSum]]:
+            begun: list[FileWriter] = []
+            scratch, found = Scratch(), []
+            try:
+                for file in files:
+                    check()
+                    with _naming(file):
+                        begun.append(self._store.writer(file.name, nbytes=file.nbytes))
+                        for position, data in file.parts(scratch):
+                            begun[-1].write_at(position, data)
+                for file, writer in zip(files, begun, strict=True):
+                    check()
+                    with _naming(file):
+                        found.append((file.name, writer.finish()))
+            finally:
+                for writer in begun:
+                    writer.abandon()
+            return found
 
-    def result(self, array: Array, shard: int, box: Box) -> WriteResult:
-        """Return the proof that ``box`` was written."""
-        info = replace(self._job.shards[shard].info, box=box)
-        encoding: Encoding = "zarr2" if self._zarr_format == 2 else "zarr3"  # noqa: PLR2004 - of zarr
-        chunk = StoredChunk(box, array.path, 0, box.numel * array.itemsize, encoding)
-        return WriteResult(info, chunk)
+        return write
 
 
-def _view(job: WriteJob, item: WriteItem) -> torch.Tensor:
-    shard = job.shards[item.shard]
-    assert shard.view is not None  # noqa: S101 - the plan gives work to holders of data only
-    return _inside(shard.view, item.box, shard.info.box)
+@contextmanager
+def _naming(file: _File) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointingException as error:
+        raise StorageError(f"cannot write {file.key!r}: {error}") from error
 
 
-def _inside(view: torch.Tensor, box: Box, outer: Box) -> torch.Tensor:
-    return view[box.relative_to(outer).slices()] if box.shape else view
+def _key(job: WriteJob, shard: int) -> str:
+    table = job.shards.table
+    key: str = table.keys[table.key[shard]]
+    return key
 
 
-def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        bits(target).copy_(bits(source.resolve_conj().resolve_neg()))
+def _results(job: WriteJob, zarr_format: int) -> Iterator[WriteResult]:
+    """Yield the proof of each box that was written."""
+    work: RankWork = job.work
+    encoding: Encoding = "zarr2" if zarr_format == 2 else "zarr3"  # noqa: PLR2004 - of zarr
+    done = [(array, item.shard, item.box) for array, item in work.whole]
+    for shared in work.shared:
+        boxes = (*(part.box for part in shared.own), *(part.box for part in shared.received))
+        done += [(shared.array, shared.own[0].shard, box) for box in boxes]
+    for array, shard, box in done:
+        info = replace(job.shards.table[shard], box=box)
+        yield WriteResult(
+            info, StoredChunk(box, array.path, 0, box.numel * array.itemsize, encoding)
+        )

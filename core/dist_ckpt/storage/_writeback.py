@@ -1,0 +1,113 @@
+"""Bytes of a file under way: given to the disk early, and let go of once it has them.
+
+Here: ``Writeback``, which a writer tells what it has written. Not here: writing (``local``). Any
+thread, one at a time for each file; no torch.
+
+A file that is larger than a window goes through a window of the page cache: fsync finds little left
+to do, the cache keeps what others have in it, and the pages that are written next are those that
+were written before. New pages cost more than the bytes in them where a machine has to get them
+first: from other processes' files, or from its host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import os
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["RUN_NBYTES", "WINDOW_RUNS", "Writeback", "let_go"]
+
+RUN_NBYTES = 4 << 20
+"""Bytes that are given to the disk at a time."""
+
+WINDOW_RUNS = 8
+"""Runs that may be under way; who is further ahead waits for the oldest."""
+
+_WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # SYNC_FILE_RANGE_*, linux/fs.h
+
+_UNSUPPORTED = frozenset(
+    {errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM}
+)
+"""What a file system or a sandbox answers that has no such call: the file is left to fsync then."""
+
+
+class Writeback:
+    """Keeps the disk busy with a file while it is written.
+
+    Args:
+        descriptor: The file, which stays the caller's.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        """Know of no byte yet."""
+        self._descriptor = descriptor
+        self._start = self._stop = 0  # of what the disk was not told of
+        self._runs: deque[tuple[int, int]] = deque()
+        self._is_on = True
+
+    def note(self, start: int, stop: int) -> None:
+        """Take notice that bytes were written; what is not one behind the other is left to fsync.
+
+        Raises:
+            OSError: The disk could not write what it was given before. Nobody else is told: the
+                kernel reports an error of writeback once.
+        """
+        if start != self._stop:
+            self._start = start
+        self._stop = stop
+        if stop - self._start >= RUN_NBYTES and self._is_on:
+            self._is_on = self._give()
+
+    def _give(self) -> bool:
+        """Give a run to the disk, and let go of the oldest one; False if that cannot be done."""
+        run = self._start, self._stop
+        if not _ask(self._descriptor, *run, _WRITE):
+            return False
+        self._start = self._stop
+        self._runs.append(run)
+        if len(self._runs) > WINDOW_RUNS:
+            oldest = self._runs.popleft()
+            if not _ask(self._descriptor, *oldest, _WAIT_BEFORE | _WRITE | _WAIT_AFTER):
+                return False
+            let_go(self._descriptor, *oldest)
+        return True
+
+
+def let_go(descriptor: int, start: int, stop: int) -> None:
+    """Tell the kernel that nobody waits for these bytes to be read again; a hint."""
+    with contextlib.suppress(OSError, AttributeError):  # not all systems have it
+        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+
+
+def _ask(descriptor: int, start: int, stop: int, flags: int) -> bool:
+    """Call sync_file_range(2); False where there is none."""
+    call = sync_file_range()
+    if call is None:
+        return False
+    code = call(descriptor, start, stop - start, flags)
+    if code in _UNSUPPORTED:
+        return False
+    if code:
+        raise OSError(code, os.strerror(code))
+    return True
+
+
+@functools.cache
+def sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """Return the system's call, which returns an errno or 0; None where it has none.
+
+    It takes a descriptor, a position, a number of bytes and flags.
+    """
+    function = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)  # Linux only
+    if function is None:
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+    def call(descriptor: int, position: int, nbytes: int, flags: int) -> int:
+        return ctypes.get_errno() if function(descriptor, position, nbytes, flags) else 0
+
+    return call
