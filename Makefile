@@ -24,10 +24,9 @@ lint: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py
 
+# A small version of all benchmarks, in minutes; docs/performance.md says what makes its numbers.
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run.py
-	$(BIN)/python benchmarks/bench_checksums.py
-	$(BIN)/python benchmarks/bench_async_stall.py
+	$(BIN)/python benchmarks/all.py --small --out build/bench
 
 # The constraint holds for the build environment too, where hatchling is installed. A virtual
 # environment whose making was cut short has no stamp and is made anew.

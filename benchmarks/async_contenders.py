@@ -54,14 +54,14 @@ class Ours(Contender):
     def load(self, at: Path) -> State:
         loaded = {name: torch.full_like(one, -1.0) for name, one in self.job.state.items()}
         shard = dist_ckpt.ShardedTensor.from_rank_offsets
-        dist_ckpt.load({name: shard(_our_key(name), one) for name, one in loaded.items()}, at)
+        dist_ckpt.load({name: shard(our_key(name), one) for name, one in loaded.items()}, at)
         return loaded
 
     def close(self) -> None:
         self._saver.close()
 
 
-def _our_key(name: str) -> str:
+def our_key(name: str) -> str:
     part, rest = name.split(".", 1)
     if part == "model":
         return f"models.0.{rest}"

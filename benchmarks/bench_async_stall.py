@@ -264,7 +264,7 @@ def settings(job: Job, options: argparse.Namespace) -> dict[str, object]:
         "threads that compute": torch.get_num_threads(),
         "CPUs": os.cpu_count(),
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "Python": platform.python_version(),
         "torch": torch.__version__,
     }
@@ -296,8 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, tensors in wrong.items():
         print(f"\n{name}: {len(tensors)} tensors came back with other bits: {tensors[:9]}.")
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         numbers = {
-            "settings": known, "skipped": absent, "wrong": wrong, "memcpy": bench.floor,
+            "name": "stall", "table": f"{table(bench.times, bench.floor)}\n\n<sub>{told}.</sub>",
+            "settings": known, "absent": absent, "wrong": wrong, "memcpy": bench.floor,
             "times": {one.name: asdict(one) for one in bench.times},
         }  # fmt: skip
         options.json.write_text(json.dumps(numbers, indent=1) + "\n")

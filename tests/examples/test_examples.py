@@ -53,22 +53,3 @@ def test_example_runs_and_says_what_it_did(name: str, tmp_path: Path) -> None:
         # The step after the checkpoint has the same loss on four ranks and on two.
         four, two = (float(line.rsplit(" ", 1)[1]) for line in printed.splitlines())
         assert two == pytest.approx(four, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs_and_prints_its_table(tmp_path: Path) -> None:
-    """A small state, one round: the numbers mean nothing, the comparison of bits does."""
-    script = EXAMPLES.parent / "benchmarks" / "run.py"
-
-    done = subprocess.run(
-        [sys.executable, str(script), "--mib", "8", "--rounds", "1", "--dir", str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECS,
-        check=False,
-    )
-
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "| dist-ckpt |" in done.stdout
-    assert "| floor |" in done.stdout
