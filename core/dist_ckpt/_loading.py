@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dist_ckpt._collector import collector_paused
 from dist_ckpt._filling import fill_tensors, read_whole
 from dist_ckpt._formats.documents import COMMON_FILE, CheckpointContents, check_unchanged
 from dist_ckpt._formats.objects import COMMON_KEY, decode_document
@@ -135,7 +136,13 @@ def run_load(
     raised on all. ``common`` is the common part, if it was read before.
     """
     where = contents.directory
-    request = functools.cache(lambda: _match(build(), contents, policy, options))
+
+    def match() -> _Request:
+        asked = build()
+        with collector_paused():
+            return _match(asked, contents, policy, options)
+
+    request = functools.cache(match)
     missing = comm.map_reduce(
         f"matching the request with {where}",
         lambda: request().view,

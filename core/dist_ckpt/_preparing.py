@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dist_ckpt._collector import collector_paused
 from dist_ckpt._formats.objects import Room, encode_common, object_shards
 from dist_ckpt._planning.table import LocalShards, local_shards
 from dist_ckpt._planning.together import JobTable
@@ -87,8 +88,9 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
         rank: This rank.
         room: How long objects' documents are made, see ``object_shards``.
     """
-    parts = split_for_save(request.state_dict)
-    shards = local_shards(parts.tensors)
+    with collector_paused():
+        parts = split_for_save(request.state_dict)
+        shards = local_shards(parts.tensors)
     if request.live is not None:
         parts, shards = _with_live(request.live, parts, shards)
     common = None

@@ -13,6 +13,7 @@ import stat
 from typing import TYPE_CHECKING
 
 from dist_ckpt._checksums import FileSum, sum_of_file
+from dist_ckpt._collector import collector_paused
 from dist_ckpt._engine.commit import locate
 from dist_ckpt._formats.manifest import (
     METADATA_FILE,
@@ -116,7 +117,8 @@ def with_dcp_metadata(documents: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the documents with DCP's ``.metadata``, if there is an index that it is made of."""
     found = dict(documents)
     if PACKED_INDEX_FILE in found:
-        found[METADATA_FILE] = encode_metadata(found[PACKED_INDEX_FILE])
+        with collector_paused():
+            found[METADATA_FILE] = encode_metadata(found[PACKED_INDEX_FILE])
     return found
 
 

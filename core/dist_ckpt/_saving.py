@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dist_ckpt._collector import collector_paused
 from dist_ckpt._engine.commit import Attempt
 from dist_ckpt._formats.base import SavePlan, WriteJob, Written
 from dist_ckpt._formats.documents import COMMON_FILE
@@ -274,8 +275,9 @@ def _planned(
     """Describe, check and share out. Collective; ``place`` runs on rank 0."""
 
     def plan(views: Sequence[RankView]) -> list[Assignment]:
-        job = check_views(views, check_coverage=check_coverage)
-        return plan_work(job, place(), prepared().request.format, coordinator)
+        with collector_paused():
+            job = check_views(views, check_coverage=check_coverage)
+            return plan_work(job, place(), prepared().request.format, coordinator)
 
     try:
         return comm.map_scatter(phase, lambda: prepared().view, plan)
@@ -386,8 +388,9 @@ def commit_written(
     if attempt is None or plan is None:
         raise CoordinationError("a commit without an attempt")
     fmt = prepared.request.format
-    results = proven([one.results for one in written], coordinator)
-    documents = fmt.documents(results, coordinator.empty, attempt.directory)
+    with collector_paused():
+        results = proven([one.results for one in written], coordinator)
+        documents = fmt.documents(results, coordinator.empty, attempt.directory)
     if prepared.common is not None:
         documents[COMMON_FILE] = prepared.common
     publish(

@@ -31,10 +31,12 @@ class Encoded:
     Attributes:
         document: Nested JSON types only; ``json.dumps(document)`` always works.
         tensors: The tensors that the document refers to by position, detached.
+        has_pickles: Whether a value in it is pickled.
     """
 
     document: Any
     tensors: tuple[torch.Tensor, ...]
+    has_pickles: bool = False
 
 
 def encode(value: object, *, path: str = "", own: ValueTypes | None = None) -> Encoded:
@@ -56,7 +58,7 @@ def encode(value: object, *, path: str = "", own: ValueTypes | None = None) -> E
             f"{render(path, trail) or 'the value'}: {text}" for trail, text in encoder.problems
         )
         raise InvalidShardingError(f"cannot store {len(encoder.problems)} value(s): {problems}")
-    return Encoded(document, tuple(encoder.tensors))
+    return Encoded(document, tuple(encoder.tensors), has_pickles=encoder.has_pickles)
 
 
 def _stands_for_itself(value: object) -> bool:
@@ -65,6 +67,8 @@ def _stands_for_itself(value: object) -> bool:
         return _is_text(value)
     if value is None or kind is bool:
         return True
+    if kind is dict:
+        return not value
     if isinstance(value, int):
         return kind is int and -_INT_LIMIT <= value < _INT_LIMIT
     return kind is float and isinstance(value, float) and math.isfinite(value)
@@ -84,6 +88,7 @@ class Encoder:
         self._own = own
         self.tensors: list[torch.Tensor] = []
         self.problems: list[tuple[tuple[Any, ...], str]] = []
+        self.has_pickles = False
         self._trail: list[Any] = []
         self._open: set[int] = set()  # ids of the containers we are inside of
         # The tensor itself is kept with its number: an id is only unique while its owner lives.
@@ -147,7 +152,10 @@ class Encoder:
     def _mapping(self, value: dict[Any, Any]) -> Any:
         kind = type(value)
         if kind is dict and all(map(_is_text, value)):
-            return {escape(key): self._child(key, item) for key, item in value.items()}
+            return {
+                escape(key): item if _stands_for_itself(item) else self._child(key, item)
+                for key, item in value.items()
+            }
         if kind is dict:
             return {"$dict": self._pairs(value)}
         if kind is collections.OrderedDict:
@@ -183,6 +191,7 @@ class Encoder:
 
     def _pickle(self, value: object) -> Any:
         name = f"{type(value).__module__}.{type(value).__qualname__}"
+        self.has_pickles = True
         try:
             data = pickle.dumps(value)
         except Exception as error:  # noqa: BLE001 - __reduce__ may raise anything; reported by path

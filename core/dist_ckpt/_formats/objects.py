@@ -180,7 +180,8 @@ pickle_report = PickleReport()
 
 def _encode(value: object, path: str) -> Encoded:
     encoded = encode(value, path=path)
-    pickle_report.tell(path, encoded.document)
+    if encoded.has_pickles:
+        pickle_report.tell(path, encoded.document)
     return encoded
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dist_ckpt._collector import collector_paused
 from dist_ckpt._formats.base import SavePlan, Written
 from dist_ckpt._formats.manifest import PACKED_INDEX_FILE
 from dist_ckpt._formats.torch_dist.layout import ChunksOfJob, plan_files, rank_chunks
@@ -90,13 +91,14 @@ class TorchDistFormat:
         thread_count: int,
     ) -> list[PlannedFile]:
         """Return this rank's data files before they are written. Every rank."""
-        return plan_files(
-            infos,
-            work,
-            rank=rank,
-            thread_count=thread_count,
-            separation_hint=self.separation_hint,
-        )
+        with collector_paused():
+            return plan_files(
+                infos,
+                work,
+                rank=rank,
+                thread_count=thread_count,
+                separation_hint=self.separation_hint,
+            )
 
     def documents(
         self,
