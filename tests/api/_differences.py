@@ -289,7 +289,7 @@ _AREAS: dict[str, list[tuple[str, ...]]] = {
             "a flattened range reads the whole slice of its shard",
             "the bytes it needs",
             "tests/unit/test_zarr_read.py::test_a_part_needs_only_its_own_chunks",
-            "::test_of_large_plain_chunks_only_the_needed_bytes_are_read",
+            "::test_of_plain_chunks_only_the_needed_bytes_are_read",
         ),
     ],
     "State for local checkpoints: `tensor_aware_state_dict`": [
