@@ -227,12 +227,18 @@ class _Step:
         prepared, known = self._prepared(), self.planner.known
         if known is None:
             return 0, prepared.view
-        is_same = known.kind == self._kind(prepared) and known.view == prepared.view
+        is_same = (
+            _is_plain(prepared.request)
+            and known.kind == self._kind(prepared)
+            and known.view == prepared.view
+        )
         return known.plan, None if is_same and not tell_all else prepared.view
 
     def _depart(self, arrivals: Sequence[_Arrival]) -> list[_Departure]:
         """Take the plan that is known, or make one. Rank 0."""
         known = self.planner.known
+        if known is not None and not known.views:
+            known = None  # of a plan that another process has made, as rank 0
         number = known.plan if known is not None else 0
         if any(plan != number and view is None for plan, view in arrivals):
             return [_Departure(0) for _ in arrivals]
@@ -267,7 +273,9 @@ class _Step:
         """Return what a plan depends on besides the descriptions."""
         hint = getattr(prepared.request.format, "separation_hint", None)
         threads = prepared.request.thread_count or self.options.thread_count
-        return (type(prepared.request.format), hint, threads, self.check_coverage, self.comm.size)
+        # The rank, too: a job that goes on may have given it to another process.
+        place = self.comm.rank, self.comm.size
+        return (type(prepared.request.format), hint, threads, self.check_coverage, *place)
 
     def _known_anew(self, told: _Departure, prepared: Prepared) -> _Known:
         """Lay this rank's files out, and make the documents of all. Collective."""

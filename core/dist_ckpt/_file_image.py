@@ -66,10 +66,17 @@ class FileImage:
         return tuple((file.name, file.nbytes) for file in self.files)
 
     def put_frames(self, arena: Arena) -> None:
-        """Write what stands around the payloads, which no save changes."""
-        for start, placed in self._placed():
-            _put(arena, start + placed.position, placed.frame.head)
-            _put(arena, start + placed.payload + placed.frame.nbytes, placed.frame.tail)
+        """Write what stands around the payloads, which no save changes.
+
+        That is zeros, too: the memory may hold what another image has left there.
+        """
+        for start, file in zip(self.starts, self.files, strict=True):
+            end = 0
+            for placed in file.placed:
+                _put(arena, start + end, bytes(placed.position - end) + placed.frame.head)
+                tail = placed.payload + placed.frame.nbytes
+                _put(arena, start + tail, placed.frame.tail)
+                end = tail + len(placed.frame.tail)
 
     def targets(self, arena: Arena) -> list[torch.Tensor]:
         """Return where in memory each payload goes, in the order of the files."""

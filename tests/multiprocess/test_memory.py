@@ -26,8 +26,10 @@ def memory(field: str) -> int:
 def extra_peak_nbytes(rank: int, world_size: int, path: str) -> tuple[int, int]:
     """Return by how much a save and a load of 1 GiB raise the peak of the resident set."""
     del rank, world_size
-    tensors = [torch.full((64 * MIB // 4,), float(i)) for i in range(15)]
-    tensors.append(torch.full((4096, 4096), 15.0).t())  # 64 MiB, not contiguous
+    tensors = [torch.full((64 * MIB // 4,), float(i)) for i in range(12)]
+    # 64 MiB each, and not what lies in memory.
+    tensors += [torch.full((64 * MIB // 8,), i, dtype=torch.cfloat).conj() for i in (12, 13, 14)]
+    tensors.append(torch.full((4096, 4096), 15.0).t())
     state = {
         str(i): ShardedTensor.from_rank_offsets(f"t{i}", tensor) for i, tensor in enumerate(tensors)
     }
@@ -45,7 +47,7 @@ def extra_peak_nbytes(rank: int, world_size: int, path: str) -> tuple[int, int]:
 
 
 def test_a_gibibyte_needs_less_than_64_mebibytes_more(tmp_path: Path) -> None:
-    """Neither the contiguous nor the transposed tensors are held a second time."""
+    """Neither contiguous nor transposed nor conjugated tensors are held a second time."""
     ((saving, loading),) = run_ranks(extra_peak_nbytes, 1, str(tmp_path))
 
     print(f"extra peak RSS: save {saving / MIB:.1f} MiB, load {loading / MIB:.1f} MiB")

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from dist_ckpt import SaveOptions, ShardedTensor, load_plain_tensors
 from dist_ckpt.background import BackgroundOptions, BackgroundSaver
@@ -614,6 +615,23 @@ def test_a_sharded_state_dict_is_saved_too(make: Make, tmp_path: Path, worker: K
     state["values"].append(2)  # type: ignore[union-attr]
     saver.drain()
     assert torch.equal(load_plain_tensors(tmp_path / "c")["x"], torch.arange(30_000.0))
+
+
+@both_kinds
+def test_files_are_those_of_a_save_that_waits(make: Make, tmp_path: Path, worker: Kind) -> None:
+    """Byte for byte, whatever other layouts have left in the staging memory."""
+    saver = make(worker=worker)
+    first = nn.Sequential(nn.Linear(257, 255), nn.Linear(13, 17))
+    other = nn.Sequential(*(nn.Linear(50, 41) for _ in range(5)), nn.Linear(333, 222))
+
+    for name, model in (("a", first), ("b", other), ("c", first), ("d", other)):
+        state = TrainingState(models=[model])
+        save_training_state(tmp_path / name, state, saver=saver)
+        saver.drain()
+        save_training_state(tmp_path / f"{name}-now", state)
+        for file in ("__0_0.distcp", "__0_1.distcp"):
+            found = (tmp_path / name / file).read_bytes()
+            assert found == (tmp_path / f"{name}-now" / file).read_bytes()
 
 
 @both_kinds

@@ -18,6 +18,7 @@ from dist_ckpt._formats.torch_dist import format as torch_dist
 from dist_ckpt.errors import CheckpointingException
 from dist_ckpt.options import SaveOptions
 from dist_ckpt.serialization import single_process
+from dist_ckpt.strategies.base import SaveCommonStrategy
 from dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.testing.world import RankErrors
@@ -164,6 +165,60 @@ def test_second_saves_exchange_no_descriptions(
     planning = told[0], told[3]  # the first save: description, layout, files; the second: two
     assert planning[0] > 10_000
     assert planning[1] <= 64
+
+
+def test_a_plan_is_not_taken_for_that_of_another_rank(tmp_path: Path, plans: list[int]) -> None:
+    """Processes that go on in another order plan anew, though each describes the same."""
+    strategies = [TorchDistSaveShardedStrategy() for _ in range(3)]
+
+    def state(process: int, value: float) -> dict[str, Any]:
+        part = torch.full((2, 3), value + process)
+        return {"x": ShardedTensor.from_rank_offsets("x", part, (0, process, 3)), "at": value}
+
+    orders = [(0, 1, 2), (1, 0, 2), (1, 0, 2), (1, 2, 0), (0, 2, 1)]
+    for number, order in enumerate(orders):
+
+        def job(comm: Any, number: int = number, order: tuple[int, ...] = order) -> None:
+            process = order[comm.rank]
+            save(
+                state(process, 10.0 * number), tmp_path / str(number), strategies[process],
+                communicator=comm,
+            )  # fmt: skip
+
+        ThreadWorld(3).run(job)
+        found = loaded(tmp_path / str(number), 6)
+        assert found["x"][::2, 0].tolist() == [10.0 * number + process for process in range(3)]
+        assert found["at"] == 10.0 * number
+
+    assert len(plans) == 4
+
+
+class _Aside(SaveCommonStrategy):
+    """Stores the common part its own way, under the name of ours."""
+
+    def __init__(self) -> None:
+        super().__init__("json", 1)
+
+    def save_common(self, common_state_dict: Any, checkpoint_dir: Any) -> None:
+        Path(checkpoint_dir, "aside.txt").write_text(repr(common_state_dict))
+
+    def save_sharded_objects(self, *_: Any) -> None:
+        raise NotImplementedError
+
+    def can_handle_sharded_objects(self) -> bool:
+        return False
+
+
+def test_another_way_to_store_the_common_part_takes_no_plan_of_ours(tmp_path: Path) -> None:
+    """It is no bytes alone, however equal the descriptions are."""
+    strategy, comm = TorchDistSaveShardedStrategy(), single_process()
+    for number, common in enumerate((None, _Aside(), None)):
+        state = rows(comm, float(number))
+        save(state, tmp_path / str(number), strategy, common, communicator=comm)
+
+    assert [(tmp_path / str(n) / "aside.txt").exists() for n in range(3)] == [False, True, False]
+    assert [(tmp_path / str(n) / "common.json").exists() for n in range(3)] == [True, False, True]
+    assert loaded(tmp_path / "2")["at"] == 2.0
 
 
 def test_dcp_metadata_may_be_left_out_from_save_to_save(tmp_path: Path) -> None:

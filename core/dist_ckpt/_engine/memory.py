@@ -107,7 +107,8 @@ def pieces_for_write(tensor: torch.Tensor, scratch: Scratch) -> Iterator[tuple[i
     position = 0
     for box in split_box(whole, tensor.element_size(), PIECE_NBYTES):
         view = tensor[box.slices()] if box.shape else tensor
-        source = bits(view.resolve_conj().resolve_neg())
+        # Resolving by itself would take fresh memory for each piece; the copy does it on the way.
+        source = view if view.is_conj() or view.is_neg() else bits(view)
         piece = scratch.take("piece", box.shape, source.dtype)
         with torch.no_grad():
             piece.copy_(source)

@@ -55,7 +55,11 @@ def encode_metadata(index: bytes) -> bytes:
     Raises:
         CorruptedCheckpointError: It is no index.
     """
-    return b"".join(_Encoder(index).parts())
+    # Piece by piece: all of them together take several times as much as what is made of them.
+    found = bytearray()
+    for part in _Encoder(index).parts():
+        found += part
+    return bytes(found)
 
 
 class _Encoder:
@@ -81,19 +85,19 @@ class _Encoder:
         self._sizes: dict[tuple[int, ...], bytes] = {}
         self._frames: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def parts(self) -> Iterator[bytes]:
+    def parts(self) -> Iterator[bytes | bytearray]:
         """Yield the pickle piece by piece."""
         yield b"\x80\x02"
         yield from self._constants()
         yield _DCP + b"metadata\nMetadata\n)\x81}(" + _text(b"state_dict_metadata") + b"}"
-        storage: list[bytes] = []
+        storage = bytearray()
         yield from self._tensors(storage)
         yield _text(b"planner_data") + b"}("
         for number in range(self._first_key, self._memo):
             get = _get(number)
             yield get + get + b"\x85"
         yield b"u" + _text(b"storage_data") + b"}"
-        yield from storage
+        yield storage
         yield _text(b"storage_meta") + _DCP + b"metadata\nStorageMeta\n)\x81}("
         yield b"".join(_text(name) + b"N" for name in (b"checkpoint_id", b"save_id", b"load_id"))
         yield _text(b"modules") + b"]ub" + _text(b"version") + _text(b"1.0.0") + b"ub."
@@ -134,7 +138,7 @@ class _Encoder:
         number, self._memo = self._memo, self._memo + 1
         return code + b"r" + _U32(number)
 
-    def _tensors(self, storage: list[bytes]) -> Iterator[bytes]:
+    def _tensors(self, storage: bytearray) -> Iterator[bytes]:
         """Yield an item of ``state_dict_metadata`` for each tensor; put its places aside."""
         axis = at = start = 0
         rows, first_key, template = self._rows, self._first_key, self._tensor
@@ -160,23 +164,23 @@ class _Encoder:
         self._memo = first_key + self._layout.tensors
 
     def _chunks(
-        self, rows: Iterable[tuple[int, ...]], dtype: int, number: int, storage: list[bytes]
+        self, rows: Iterable[tuple[int, ...]], dtype: int, number: int, storage: bytearray
     ) -> bytes:
         """Return the chunks of a tensor; put their places aside."""
         key = _get(number)
         chunk, place, sized, files = self._chunk, self._place, self._sized, self._files
         told: list[bytes] = []
-        storage.append(b"(")
+        storage += b"("
         for i, row in enumerate(rows):
             middle = len(row) >> 1
             offset, extent = row[1:middle], row[middle:-1]
             start, size = sized(offset), sized(extent)
             before, nbytes = self._frame(dtype, extent)
             told.append(chunk % (start, size))
-            storage.append(
-                place % (key, _int(i), start, files[row[-1]], _int(row[0] - before), _int(nbytes))
-            )
-        storage.append(b"u")
+            storage += place % (
+                key, _int(i), start, files[row[-1]], _int(row[0] - before), _int(nbytes)
+            )  # fmt: skip
+        storage += b"u"
         return b"".join(told)
 
     def _sized(self, values: tuple[int, ...]) -> bytes:
