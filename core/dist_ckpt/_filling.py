@@ -18,11 +18,16 @@ from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._formats.reading import Destination, Target, read_wanted
 from dist_ckpt._geometry import Box
 from dist_ckpt._integrity.match import holes, same_dtype, wanted_box
-from dist_ckpt._planning.describe import dtype_from_name
+from dist_ckpt._planning.describe import dtype_from_name, missing_memory
 from dist_ckpt._planning.overlaps import numel_of
 from dist_ckpt._planning.table import local_shards
 from dist_ckpt._planning.wanted import wanted_of, whole_tensors
-from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
+from dist_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptedCheckpointError,
+    InvalidShardingError,
+    MismatchError,
+)
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -76,7 +81,10 @@ def fill_tensors(
     def destinations(rows: Sequence[int]) -> Iterator[Destination]:
         for row in rows:
             tensor = replace(tensors[owner[row]], data=data[owner[row]])
-            box, view = list(tensor.pieces())[row - int(first[row])]
+            pieces = list(tensor.pieces())
+            if not pieces:  # an empty range of a tensor without axes
+                continue
+            box, view = pieces[row - int(first[row])]
             stored = contents.index.tensors[tensor.key].shape
             inside = wanted_box(box, stored)
             if view is None:
@@ -173,6 +181,9 @@ def _memory(tensors: Sequence[ShardedTensor]) -> tuple[list[torch.Tensor], list[
     """Return what to read into, and where that is if it is plain host memory as described, else 0.
 
     What to read into is the tensor's own data, or fresh memory.
+
+    Raises:
+        InvalidShardingError: Data has no memory that could be filled.
     """
     found, addresses = [], []
     simple: dict[torch.dtype, bool] = {}
@@ -180,6 +191,8 @@ def _memory(tensors: Sequence[ShardedTensor]) -> tuple[list[torch.Tensor], list[
         data, dtype, shape = tensor.data, tensor.dtype, tensor.data_shape
         if data is None:
             data = torch.empty(shape, dtype=dtype)
+        elif data.layout is torch.strided and (missing := missing_memory(data)) is not None:
+            raise InvalidShardingError(f"{tensor.key!r}: {missing}.")
         elif not data.is_contiguous() and _overlaps_itself(data):
             data = torch.empty(shape, dtype=dtype, device=data.device)
         if dtype not in simple:

@@ -113,7 +113,11 @@ def verify_together(contents: CheckpointContents, comm: Communicator, thread_cou
         return verify_files(open_store(contents.directory), share, thread_count=thread_count)
 
     def combine(found: Sequence[list[str]]) -> None:
-        problems = [problem for one in found for problem in one]
+        problems = [
+            f"rank {rank}: {problem}" if len(found) > 1 else problem
+            for rank, one in enumerate(found)
+            for problem in one
+        ]
         if problems:
             # What was replaced is no damage, and is told apart.
             check_unchanged(contents)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dist_ckpt import LoadOptions, ShardedTensor, load, save
 from dist_ckpt._filling import fill_tensors, read_whole
 from dist_ckpt._formats import reading
 from dist_ckpt._formats.opening import open_contents
-from dist_ckpt.errors import CheckpointNotFoundError, MismatchError
+from dist_ckpt.errors import CheckpointNotFoundError, InvalidShardingError, MismatchError
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(4, 6)
 
@@ -90,6 +92,21 @@ def test_other_memory_is_filled_by_pieces(target: Path, by_pieces: list[str]) ->
     assert by_pieces == ["x"] * 4
 
 
+@pytest.mark.parametrize("strategy", [("torch_dist", 1), ("zarr", 1)])
+def test_negated_memory_gets_values_of_another_dtype(
+    tmp_path: Path, strategy: tuple[str, int]
+) -> None:
+    """Torch casts past the sign of such a view, some dtypes, and not others."""
+    save({"x": shard("x", WHOLE.clone())}, tmp_path / "c", strategy)
+    negated = torch._neg_view(torch.zeros(4, 6, dtype=torch.float16))
+
+    load(
+        {"x": shard("x", negated, torch.float16)}, tmp_path / "c", options=LoadOptions(cast="allow")
+    )
+
+    assert torch.equal(negated.resolve_neg(), WHOLE.half())
+
+
 def test_memory_that_overlaps_itself_is_not_used(target: Path) -> None:
     """Fresh memory is; the caller's stays as it was."""
     expanded = torch.zeros(1, 6).expand(4, 6)
@@ -98,6 +115,28 @@ def test_memory_that_overlaps_itself_is_not_used(target: Path) -> None:
 
     assert torch.equal(loaded, WHOLE)
     assert expanded.sum() == 0
+
+
+@pytest.mark.parametrize("kind", ["freed", "view of freed", "wrapper", "fake", "meta"])
+@pytest.mark.parametrize("does_save", [True, False])
+def test_data_without_memory_is_refused(target: Path, kind: str, *, does_save: bool) -> None:
+    """Its address is no address: to read or write there would end the process."""
+    whole = torch.zeros(34)
+    data = {
+        "freed": whole[:24].view(4, 6),
+        "view of freed": whole[10:].view(4, 6),
+        "wrapper": TwoTensor(torch.zeros(4, 6), torch.zeros(4, 6)),
+        "fake": FakeTensorMode().from_tensor(torch.zeros(4, 6)),
+        "meta": torch.empty(4, 6, device="meta"),
+    }[kind]
+    whole.untyped_storage().resize_(0)
+
+    with pytest.raises(InvalidShardingError, match="'x': .*(no memory|no values)"):
+        save({"x": shard("x", data)}, target) if does_save else load(
+            {"x": shard("x", data)}, target
+        )
+
+    assert torch.equal(load({"x": shard("x", None)}, target)["x"], WHOLE)
 
 
 def test_flat_ranges_and_boxes_of_one_request(target: Path, by_pieces: list[str]) -> None:
@@ -117,6 +156,24 @@ def test_flat_ranges_and_boxes_of_one_request(target: Path, by_pieces: list[str]
     assert torch.equal(found[1], WHOLE.flatten()[5:19])
     assert torch.equal(found[2], WHOLE)
     assert by_pieces == []
+
+
+def test_an_empty_range_of_a_value_without_axes(tmp_path: Path) -> None:
+    """One rank has the value, the others nothing of it; neither claims the other's part."""
+    memory = torch.full((3,), 7.0)
+
+    def ranges(value: torch.Tensor) -> list[ShardedTensor]:
+        parts = (memory[1:1], slice(0, 0)), (value, slice(0, 1)), (memory[2:2], slice(1, 1))
+        return [
+            ShardedTensor("s", data, torch.float32, (), (), (), (), flattened_range=part)
+            for data, part in parts
+        ]
+
+    save({"s": ranges(torch.tensor([3.0]))}, tmp_path / "c")
+    loaded = load({"s": ranges(torch.zeros(1))}, tmp_path / "c")["s"]
+
+    assert [one.tolist() for one in loaded] == [[], [3.0], []]
+    assert memory.tolist() == [7.0] * 3
 
 
 def test_whole_tensors(target: Path) -> None:

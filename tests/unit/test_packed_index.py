@@ -257,6 +257,7 @@ LIES: dict[str, Change] = {
     "dtype that is no text": lambda d, _: d.dtypes.__setitem__(0, (b"\xff", 4)),
     "dtype that is empty": lambda d, _: d.dtypes.__setitem__(0, (b"", 4)),
     "itemsize": lambda d, _: d.dtypes.__setitem__(0, (b"float32", 1)),
+    "quantized": lambda d, _: d.dtypes.__setitem__(0, (b"qint32", 4)),
     "itemsize 0": lambda d, _: d.dtypes.__setitem__(0, (b"float32", 0)),
     "dtype twice": lambda d, _: d.dtypes.append((b"uint8", 1)),
     "dtype number": lambda _, x: setattr(x, "dtype", 2),

@@ -190,6 +190,23 @@ def test_all_wrong_blocks_of_a_read_are_overwritten(tmp_path: Path) -> None:
     assert found[BLOCK : 2 * BLOCK] == DATA[BLOCK : 2 * BLOCK]
 
 
+def test_memory_that_somebody_else_writes_to_is_no_damage(tmp_path: Path) -> None:
+    """A tensor of the same request may share it: the file is looked at again before it is blamed."""
+
+    class Shared(Counting):
+        def read_ranges(self, name: str, extents: Any) -> None:
+            super().read_ranges(name, extents)
+            for extent in extents[: len(self.reads) == 1]:
+                memoryview(extent.buffer)[BLOCK + 7] ^= 0xFF
+
+    shared, target = Shared(filled(tmp_path)), Target([(0, READ_NBYTES)])
+
+    VerifiedStore(shared, {"f": sum_of(DATA)}).read_spans("f", target.spans)
+
+    target.check()
+    assert len(shared.reads) == 2
+
+
 @pytest.mark.parametrize("piece", [(NBYTES, 1), (NBYTES - 3, 4), (-1, 2), (5, NBYTES)])
 def test_a_piece_beyond_the_file_is_refused(tmp_path: Path, piece: tuple[int, int]) -> None:
     """No block has a checksum for it; nothing is read."""

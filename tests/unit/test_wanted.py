@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,26 @@ def test_runs_of_any_size_reach_their_memory(
 
     assert found == b"".join(data[a : a + n] for a, n in zip(positions, nbytes, strict=True))
     assert Place([], []).read(store, thread_count) == b""
+
+
+def test_a_huge_tensor_beside_many_takes_no_memory_for_each_of_them() -> None:
+    """Only what is larger than a job is cut."""
+    nbytes = np.array([32 << 30] + [8192] * 20_000, dtype=np.int64)
+    position, number = np.cumsum(nbytes) - nbytes + 7, np.arange(len(nbytes))
+    pieces = module._Piece(number, number * 0, position, nbytes, position + 1000)
+    limit = module._JOB_NBYTES[1]
+
+    tracemalloc.start()
+    found = module._cut(pieces, limit)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert peak < 4 << 20
+    assert found.nbytes.max() == limit
+    assert (found.address - found.position == 1000).all()
+    assert (found.position[1:] == found.position[:-1] + found.nbytes[:-1]).all()
+    assert (found.position[1:513] % BLOCK_NBYTES == 0).all()
+    assert (np.bincount(found.run, found.nbytes) == nbytes).all()
 
 
 def test_a_damaged_block_names_the_key_it_hits(tmp_path: Path) -> None:

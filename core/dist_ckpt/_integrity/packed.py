@@ -82,6 +82,8 @@ def _check_names(directory: Directory, sizes: Mapping[str, int]) -> None:
     for name, itemsize in directory.dtypes:
         if dtype_from_name(name).itemsize != itemsize:
             raise ValueError(f"{name} of {itemsize} bytes")
+        if name.startswith("q"):  # cannot be saved, and tensors of them cannot be made like others
+            raise ValueError(f"{name} is a quantized dtype")
 
 
 def _check_ends(ends: NDArray[Any], nbytes: int, what: str) -> None:

@@ -16,8 +16,13 @@ from dist_ckpt._geometry import Box
 if TYPE_CHECKING:
     from dist_ckpt.types import Writer
 
-__all__ = ["LocalShard", "Role", "ShardInfo", "dtype_from_name", "dtype_name"]
+__all__ = ["LocalShard", "Role", "ShardInfo", "dtype_from_name", "dtype_name", "missing_memory"]
 
+
+_NO_DATA_BELOW = 1 << 40
+"""Memory that was given up has an address near zero; below this one it is looked at closely."""
+
+_TORCH_DISPATCH = torch.Tensor.__torch_dispatch__
 
 Role: TypeAlias = Literal["tensor", "object", "part"]
 """``tensor``: a sharded tensor of the user; ``object``: the JSON document of a sharded object, as
@@ -62,3 +67,27 @@ def dtype_from_name(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"unknown dtype {name!r}")  # noqa: TRY004 - the name is wrong, not its type
     return dtype
+
+
+def missing_memory(tensor: torch.Tensor) -> str | None:
+    """Return why a strided tensor has no memory for its elements, None if it has some.
+
+    Reading or writing at its address would end the process.
+    """
+    if tensor.is_meta:
+        return "the data is on the meta device and has no values"
+    if not tensor.is_cpu or not tensor.numel():
+        return None
+    if type(tensor).__torch_dispatch__ is not _TORCH_DISPATCH and (
+        # Fake tensors warn who asks for their address.
+        tensor.untyped_storage().device.type == "meta" or tensor.data_ptr() == 0
+    ):
+        return f"the data is a {type(tensor).__name__}, which has no memory of its own"
+    if tensor.data_ptr() >= _NO_DATA_BELOW:
+        return None
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + span) * tensor.element_size()
+    there = tensor.untyped_storage().nbytes()
+    if needed > there:
+        return f"the data has no memory: its storage was resized to {there} bytes of {needed}"
+    return None

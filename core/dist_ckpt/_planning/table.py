@@ -23,6 +23,7 @@ from dist_ckpt._planning.describe import (
     ShardInfo,
     dtype_from_name,
     dtype_name,
+    missing_memory,
 )
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.mapping import is_main_replica
@@ -362,6 +363,9 @@ def _cut(
     data: list[torch.Tensor | None] = []
     for one in tensors:
         flags = _flags(one, role_bits, with_data=with_data)
+        told = one.flattened_range
+        if told is not None and told.start == told.stop and not one.global_shape:
+            flags &= ~(MAIN | DATA)  # no box is empty without axes: it holds none of the value
         for box, view in _pieces(one):
             rows.add(one.key, one.dtype, box, one.global_shape, flags)
             owners.append(one)
@@ -385,8 +389,8 @@ def _pieces(tensor: ShardedTensor) -> Iterator[tuple[Box, torch.Tensor | None]]:
 def _data_problem(tensor: ShardedTensor, data: torch.Tensor) -> str | None:
     if data.layout is not torch.strided or data.is_quantized:
         return f"the data is no plain strided tensor but {data.layout}, {data.dtype}"
-    if data.is_meta:
-        return "the data is on the meta device and has no values"
+    if (missing := missing_memory(data)) is not None:
+        return missing
     if data.dtype is not tensor.dtype:
         return f"the data is {data.dtype}, {tensor.dtype} is told"
     if tensor.flattened_range is None and data.shape != tensor.local_shape:

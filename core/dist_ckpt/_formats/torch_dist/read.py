@@ -276,7 +276,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
             bits(target).copy_(bits(source))
         else:
             try:
-                target.copy_(source)
+                # In two steps: torch casts float32 to float16 past the sign of a negated view.
+                target.copy_(source.to(target.dtype) if target.is_neg() else source)
             except RuntimeError as error:  # some dtypes have no conversion
                 raise MismatchError(
                     f"{source.dtype} cannot be converted to {target.dtype} ({error})."

@@ -112,32 +112,23 @@ def _by_file(file: NDArray[Any]) -> list[tuple[int, int, int]]:
 
 def _cut(pieces: _Piece, limit: int) -> _Piece:
     """Cut pieces that are larger than a job, at borders of blocks; others stay as they are."""
-    large = int(pieces.nbytes.max(initial=0))
-    if large <= limit:
-        return pieces
     start, end = pieces.position, pieces.position + pieces.nbytes
-    base = start // BLOCK_NBYTES * BLOCK_NBYTES
-    steps = base[:, None] + np.arange(1, large // limit + 3) * limit
-    borders = np.concatenate(
-        [start[:, None], np.clip(steps, start[:, None], end[:, None]), end[:, None]], axis=1
-    )
     is_large = pieces.nbytes > limit
-    borders[~is_large, 1:] = end[~is_large, None]
-    return _split(pieces, borders)
-
-
-def _split(pieces: _Piece, borders: NDArray[np.int64]) -> _Piece:
-    """Cut each piece at its ascending borders, ``[m, k]``; empty parts are left out."""
-    count = borders.shape[1] - 1
-    begin = borders[:, :-1].ravel()
-    whole = _Piece(
-        np.repeat(pieces.run, count),
-        np.repeat(pieces.file, count),
+    if not is_large.any():
+        return pieces
+    base = start // BLOCK_NBYTES * BLOCK_NBYTES
+    counts = np.where(is_large, -(-(end - base) // limit), 1)
+    piece = np.repeat(np.arange(len(start)), counts)
+    border = base[piece] + (np.arange(len(piece)) - (np.cumsum(counts) - counts)[piece]) * limit
+    begin = np.maximum(start[piece], border)
+    stop = np.where(is_large[piece], np.minimum(end[piece], border + limit), end[piece])
+    return _Piece(
+        pieces.run[piece],
+        pieces.file[piece],
         begin,
-        np.diff(borders, axis=1).ravel(),
-        np.repeat(pieces.address - pieces.position, count) + begin,
+        stop - begin,
+        pieces.address[piece] + begin - start[piece],
     )
-    return whole.take(whole.nbytes > 0)
 
 
 def _job(
