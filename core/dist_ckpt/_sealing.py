@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from dist_ckpt._checksums import digest
 from dist_ckpt.errors import CorruptedCheckpointError
 
-__all__ = ["parse_document", "sealed", "unsealed"]
+__all__ = ["has_seal", "parse_document", "sealed", "unsealed"]
 
 _SEAL = b'{"xxh3_64":"'
 _DIGITS = 16
@@ -33,6 +33,14 @@ def sealed(document: Mapping[str, Any], *, indent: int | None = None) -> bytes:
     rest = b'",' + body.removeprefix(b"{")
     number = digest(_SEAL + _NO_DIGITS + rest)
     return _SEAL + f"{number:016x}".encode("ascii") + rest
+
+
+def has_seal(data: bytes, seal: str) -> bool:
+    """Whether these are the bytes that ``sealed`` gave the checksum ``seal``, unaltered."""
+    begin = _SEAL + seal.encode()
+    return data.startswith(begin + b'"') and (
+        f"{digest(_SEAL + _NO_DIGITS + data[len(begin) :]):016x}" == seal
+    )
 
 
 def unsealed(data: bytes, *, where: str) -> dict[str, Any]:

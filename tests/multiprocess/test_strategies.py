@@ -112,7 +112,7 @@ def save_later(rank: int, world_size: int, path: str, kind: str, fail: bool) -> 
     def broken(*_: Any, **__: Any) -> None:
         raise OSError(5, "the disk of rank 1")
 
-    broken_disk = mock.patch("dist_ckpt._formats.torch_dist.format.write_shards", broken)
+    broken_disk = mock.patch("dist_ckpt._formats.torch_dist.write.write_shards", broken)
     broken_array = mock.patch("dist_ckpt._formats.zarr.format.write_cells", broken)
     if fail and rank == 1 and kind == "native":
         # Written by another process: a file that is there already is in its way.
@@ -194,7 +194,7 @@ def save_with_a_bad_disk(rank: int, world_size: int, path: str, kind: str) -> No
         raise StorageError("the disk of rank 1")
 
     if rank == 1:
-        mock.patch("dist_ckpt._formats.torch_dist.format.write_shards", broken).start()
+        mock.patch("dist_ckpt._formats.torch_dist.write.write_shards", broken).start()
         mock.patch("dist_ckpt._formats.zarr.format.write_cells", broken).start()
     save(state(rank, world_size), path, WRAPPED[kind]())
 

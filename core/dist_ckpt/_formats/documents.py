@@ -20,6 +20,7 @@ from dist_ckpt._formats.manifest import (
     OWN_DOCUMENTS,
     PACKED_INDEX_FILE,
     Manifest,
+    ManifestFiles,
     check_same,
     files_of_checkpoint,
     read_manifest,
@@ -94,4 +95,6 @@ def check_unchanged(contents: CheckpointContents) -> None:
     Raises:
         CheckpointNotFoundError: The checkpoint was replaced or removed.
     """
-    check_same(contents.directory, contents.checkpoint_id)
+    files = contents.files
+    seal = files.seal if isinstance(files, ManifestFiles) else ""
+    check_same(contents.directory, contents.checkpoint_id, seal)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._checksums import ALGORITHM, BLOCK_NBYTES, FileSum, sum_of
-from dist_ckpt._sealing import sealed, unsealed
+from dist_ckpt._sealing import has_seal, sealed, unsealed
 from dist_ckpt.core import CONFIG_FNAME
 from dist_ckpt.errors import (
     CheckpointNotFoundError,
@@ -153,8 +153,12 @@ def files_of_checkpoint(directory: Path) -> frozenset[str]:
     return frozenset({*OWN_DOCUMENTS, *read_manifest(directory).files})
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path, known: Manifest | None = None) -> Manifest:
     """Return the manifest of a checkpoint of ours, believing nothing.
+
+    Args:
+        directory: The checkpoint.
+        known: What was read there before: returned if it still stands there, byte for byte.
 
     Raises:
         CheckpointNotFoundError: There is none.
@@ -162,7 +166,9 @@ def read_manifest(directory: Path) -> Manifest:
         UnknownStrategyError: A newer release wrote it.
     """
     where = str(directory / MANIFEST_FILE)
-    data = open_store(directory).read(MANIFEST_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+    data = _manifest_bytes(directory)
+    if known is not None and has_seal(data, known.seal):
+        return known
     document = unsealed(data, where=where)
     try:
         return _manifest(document, where)
@@ -170,6 +176,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise CorruptedCheckpointError(
             f"{where}: not a manifest of ours ({type(error).__name__}: {error})."
         ) from error
+
+
+def _manifest_bytes(directory: Path) -> bytes:
+    return open_store(directory).read(MANIFEST_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
 
 
 def _manifest(document: Mapping[str, Any], where: str) -> Manifest:
@@ -201,8 +211,13 @@ def _manifest(document: Mapping[str, Any], where: str) -> Manifest:
     )
 
 
-def check_same(directory: Path, checkpoint_id: str) -> None:
+def check_same(directory: Path, checkpoint_id: str, seal: str = "") -> None:
     """Raise if there is another checkpoint than this one, or none; nothing for one without an id.
+
+    Args:
+        directory: Where it lies.
+        checkpoint_id: Its id.
+        seal: Checksum of its manifest, which need not be taken apart if that is still the same.
 
     Raises:
         CheckpointNotFoundError: The checkpoint was replaced or removed.
@@ -210,6 +225,8 @@ def check_same(directory: Path, checkpoint_id: str) -> None:
     if not checkpoint_id:
         return
     try:
+        if seal and has_seal(_manifest_bytes(directory), seal):
+            return
         now = read_manifest(directory).checkpoint_id
     except CheckpointNotFoundError:
         now = None
@@ -238,6 +255,11 @@ class ManifestFiles(Mapping[str, FileSum]):
     def __getstate__(self) -> dict[str, Any]:
         """Return all but the files."""
         return self.__dict__ | {"_files": None}
+
+    @property
+    def seal(self) -> str:
+        """Checksum of the manifest."""
+        return self._seal
 
     @property
     def files(self) -> Mapping[str, FileSum]:

@@ -143,7 +143,7 @@ def _open_own(directory: Path, store: Store, config: CheckpointingConfig) -> Che
             error = e
         # A re-save may have swapped the directory between two of the documents: only what was read
         # under one manifest belongs together.
-        now = read_manifest(directory)
+        now = read_manifest(directory, manifest)
         if now.checkpoint_id == manifest.checkpoint_id:
             if error is not None:
                 raise error

@@ -73,7 +73,16 @@ def read_wanted(
         target.address[runs.box] + runs.start, lambda run: keys[wanted.tensor[runs.box[run]]]
     )
     nbytes = read_runs(runs, memory, store, thread_count=thread_count)
-    others = np.flatnonzero(target.has_elements & ~filled).tolist()
+    left = target.has_elements & ~filled
+    if not wanted.stored.is_raw.all() and left.any():
+        from dist_ckpt._formats.zarr.known import read_known  # noqa: PLC0415 - heavy
+
+        chosen = left & (target.address != 0)
+        more, filled = read_known(
+            wanted, target.address, chosen, index.tensors, store, thread_count=thread_count
+        )
+        nbytes, left = nbytes + more, left & ~filled
+    others = np.flatnonzero(left).tolist()
     if others:
         boxes = list(target.destinations(others))
         nbytes += _read_into(boxes, index, directory, store, thread_count=thread_count)

@@ -104,6 +104,20 @@ class VerifiedStore:
     def _told(self, name: str) -> str:
         return name if self._root is None else str(self._root / name)
 
+    def sum_of(self, name: str) -> FileSum | None:
+        """Return what a file is compared with, None if it is read as it is."""
+        return self._files.get(name)
+
+    @property
+    def bare(self) -> VerifiedStore:
+        """The same files, compared with nothing: for bytes that are compared in another way."""
+        return VerifiedStore(self._store, {}, self._root)
+
+    @property
+    def file_count(self) -> int:
+        """How many files are compared with anything."""
+        return len(self._files)
+
     def verify_whole(self, name: str) -> None:
         """Compare a whole file, once: for those who let others read it.
 

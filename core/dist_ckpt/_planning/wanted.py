@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dist_ckpt._planning.overlaps import Overlaps
     from dist_ckpt._planning.table import ShardTable
 
-__all__ = ["Runs", "Wanted", "boxes_of", "runs_of", "wanted_of", "whole_tensors"]
+__all__ = ["Runs", "Wanted", "beside", "boxes_of", "runs_of", "wanted_of", "whole_tensors"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +110,11 @@ def whole_tensors(keys: Sequence[str], tensors: Mapping[str, StoredTensor]) -> W
     stored = stored_columns(tensors, keys)
     whole = stored.whole
     return _joined(stored, np.arange(len(keys)), np.zeros_like(whole), whole)
+
+
+def beside(wanted: Wanted, stored: Stored) -> Wanted:
+    """Return the same boxes beside other chunks of the same tensors, of the same number of axes."""
+    return _joined(stored, wanted.tensor, wanted.offset, wanted.shape)
 
 
 def _joined(

@@ -6,6 +6,7 @@ Here: the protocol and its one data type. Not here: implementations (one file ea
 from __future__ import annotations
 
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,10 @@ class Extent:
 
     position: int
     buffer: memoryview | bytes
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_%][!-.0-~ ]*(?:/[A-Za-z0-9_%][!-.0-~ ]*)*")
+"""Most names: parts of ASCII that begin like words; what these may not be needs no look."""
 
 
 class FileWriter(Protocol):
@@ -99,6 +104,8 @@ def held(store: Store, name: str) -> AbstractContextManager[None]:
 
 def checked_name(name: str) -> str:
     """Return ``name`` if it stays below a store's root, else raise ``ValueError``."""
+    if _PLAIN.fullmatch(name):
+        return name
     parts = name.split("/")
     if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"unsafe file name {name!r}")

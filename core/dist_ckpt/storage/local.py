@@ -15,7 +15,7 @@ import errno
 import os
 import stat
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from dist_ckpt._checksums import BLOCK_NBYTES, BlockSums, FileSum, read_at
@@ -72,9 +72,6 @@ class LocalStore:
         """Name the root."""
         return f"LocalStore({str(self._root)!r})"
 
-    def _path(self, name: str) -> Path:
-        return self._root / checked_name(name)
-
     def _text(self, name: str) -> str:
         return self._prefix + checked_name(name)
 
@@ -100,18 +97,27 @@ class LocalStore:
         raise _irregular(path)
 
     def _check_folders(self, name: str) -> None:
+        """Raise if a folder that ``name`` lies in is a link; each folder is looked at once.
+
+        Raises:
+            CorruptedCheckpointError: It is one.
+            OSError: It is not there, or cannot be looked at.
+        """
+        if name.rpartition("/")[0] in self._folders:
+            return
         parts = name.split("/")
         for depth in range(1, len(parts)):
             folder = "/".join(parts[:depth])
             if folder in self._folders:
                 continue
-            if stat.S_ISLNK((self._root / folder).lstat().st_mode):
-                raise _irregular(self._root / folder)
+            path = self._prefix + folder
+            if stat.S_ISLNK(os.lstat(path).st_mode):
+                raise _irregular(path)
             self._folders.add(folder)
 
     def writer(self, name: str, *, nbytes: int) -> LocalWriter:
         """Create ``name``."""
-        return LocalWriter(self._path(name), nbytes)
+        return LocalWriter(self._text(name), nbytes)
 
     def write(self, name: str, extents: Iterable[Extent], *, nbytes: int) -> FileSum:
         """Create ``name`` from ``extents`` and fsync it."""
@@ -134,7 +140,7 @@ class LocalStore:
 
     def read(self, name: str, *, max_nbytes: int) -> bytes:
         """Return the whole file ``name``."""
-        path = self._path(name)
+        path = self._text(name)
         with storage_errors("read", path), os.fdopen(self._open(name), "rb") as file:
             # As much memory as there is to read, not as much as there may be.
             nbytes = os.fstat(file.fileno()).st_size
@@ -180,9 +186,9 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         """Remove ``name`` if it is there."""
-        path = self._path(name)
-        with storage_errors("delete", path):
-            path.unlink(missing_ok=True)
+        path = self._text(name)
+        with storage_errors("delete", path), suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108 - a path costs more than the call
 
     def nbytes(self, name: str) -> int | None:
         """Return the size of ``name``, or None.
@@ -190,11 +196,11 @@ class LocalStore:
         Raises:
             CorruptedCheckpointError: It is no regular file, or lies behind a link.
         """
-        path = self._path(name)
+        path = self._text(name)
         with storage_errors("stat", path):
             try:
                 self._check_folders(name)
-                found = path.lstat()
+                found = os.lstat(path)
             except (FileNotFoundError, NotADirectoryError):
                 return None
         if not stat.S_ISREG(found.st_mode):
@@ -213,7 +219,7 @@ class LocalWriter:
         StorageError: It cannot be created.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path | str, nbytes: int) -> None:
         """Create the file."""
         self._path, self._nbytes = path, nbytes
         self._sums = BlockSums()

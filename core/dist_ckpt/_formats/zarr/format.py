@@ -47,7 +47,7 @@ class ZarrFormat:
 
     def plan(self, job: JobTable, directory: Path) -> SavePlan:  # noqa: ARG002 - the port's
         """Choose grids and share out cells; nothing is made yet. Rank 0."""
-        plan = plan_arrays(job.views, self._zarr_format)
+        plan = plan_arrays(job, self._zarr_format)
         return SavePlan(
             work=plan.work,
             num_results=sum(
@@ -87,5 +87,7 @@ class ZarrFormat:
         for path in directory.glob(".pieces_*.bin"):
             with storage_errors("remove", path):
                 path.unlink()
-        paths = paths_of_keys({result.info.key for result in results} | empty.keys())
+        paths = {result.info.key: result.chunk.file for result in results}
+        if empty.keys() - paths.keys():
+            paths = paths_of_keys(paths.keys() | empty.keys())
         return {"index.json": zarr_index_to_json(results, empty, paths, self._zarr_format)}

@@ -29,6 +29,7 @@ from dist_ckpt._formats.zarr.names import paths_of_keys
 from dist_ckpt._geometry import Box
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.distribution import WriteItem, assign_writers, writers_of_boxes
+from dist_ckpt._planning.together import JobTable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,7 +104,7 @@ _Piece: TypeAlias = tuple[Box, tuple[tuple[int, int], ...]]
 """A box within one cell, with the ranks that hold it and their shards."""
 
 
-def plan_arrays(views: Sequence[Sequence[ShardInfo]], zarr_format: int) -> ZarrPlan:
+def plan_arrays(views: JobTable | Sequence[Sequence[ShardInfo]], zarr_format: int) -> ZarrPlan:
     """Return the arrays and the work of all ranks; every element is written by exactly one.
 
     Args:
@@ -112,15 +113,15 @@ def plan_arrays(views: Sequence[Sequence[ShardInfo]], zarr_format: int) -> ZarrP
 
     Depends on the descriptions alone.
     """
+    job = JobTable.of(views)
     boxes: dict[str, list[_Piece]] = defaultdict(list)
-    for key, box, writers in writers_of_boxes(views):
+    for key, box, writers in writers_of_boxes(job):
         boxes[key].append((box, writers))
-    arrays = _arrays(views, boxes, zarr_format)
-    keys = [[info.key for info in view] for view in views]
-    items = assign_writers(views, split=partial(_split, arrays))
-    shared: list[list[SharedCell]] = [[] for _ in views]
-    passed_on: list[list[WriteItem]] = [[] for _ in views]
-    position = [0] * len(views)
+    arrays = _arrays(job, boxes, zarr_format)
+    items = assign_writers(job, split=partial(_split, arrays))
+    shared: list[list[SharedCell]] = [[] for _ in job.views]
+    passed_on: list[list[WriteItem]] = [[] for _ in job.views]
+    position = [0] * len(job.views)
     for key, pieces in boxes.items():
         for cell, held in _borders(arrays[key], pieces):
             owner = _owner(held)
@@ -136,8 +137,8 @@ def plan_arrays(views: Sequence[Sequence[ShardInfo]], zarr_format: int) -> ZarrP
                 position[rank] += box.numel * arrays[key].itemsize
             shared[owner].append(SharedCell(arrays[key], cell, tuple(own), tuple(received)))
     whole = [
-        tuple((arrays[keys[rank][item.shard]], item) for item in items[rank])
-        for rank in range(len(views))
+        tuple((arrays[table.keys[table.key[item.shard]]], item) for item in of_rank)
+        for table, of_rank in zip(job.views, items, strict=True)
     ]
     documents = _documents(arrays, whole, shared)
     work = zip(whole, map(tuple, shared), map(tuple, passed_on), documents, strict=True)
@@ -161,22 +162,18 @@ def _documents(
     return [tuple(of_rank) for of_rank in documents]
 
 
-def _arrays(
-    views: Sequence[Sequence[ShardInfo]], boxes: Mapping[str, list[_Piece]], zarr_format: int
-) -> dict[str, Array]:
-    infos = {
-        info.key: info
-        for view in views
-        for info in view
-        if info.key in boxes or 0 in info.global_shape  # of others nothing is stored
-    }
-    paths = paths_of_keys(infos)
+def _arrays(job: JobTable, boxes: Mapping[str, list[_Piece]], zarr_format: int) -> dict[str, Array]:
+    told = {}
+    for key, row in zip(job.keys, job.first_rows.tolist(), strict=True):
+        shape = tuple(job.sizes[2, row, : job.ndim[row]].tolist())
+        if key in boxes or 0 in shape:  # of others nothing is stored
+            told[key] = shape, job.dtypes[job.dtype[row]]
+    paths = paths_of_keys(told)
     arrays = {}
-    for key, info in sorted(infos.items()):
+    for key, (shape, dtype) in sorted(told.items()):
         held = [box for box, _ in boxes.get(key, ())]
-        itemsize = dtype_from_name(info.dtype).itemsize
-        grid = choose_grid(info.global_shape, held, itemsize, zarr_format)
-        arrays[key] = Array(paths[key], info.dtype, info.global_shape, grid)
+        grid = choose_grid(shape, held, dtype_from_name(dtype).itemsize, zarr_format)
+        arrays[key] = Array(paths[key], dtype, shape, grid)
     return arrays
 
 

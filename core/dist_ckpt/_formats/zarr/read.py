@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,19 +18,13 @@ from dist_ckpt._engine.memory import Scratch, bits
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.zarr.arrays import Arrays, host_array
-from dist_ckpt._formats.zarr.files import ChunkFiles, chunk_files, is_as_written
-from dist_ckpt._formats.zarr.grid import Grid, cells_of, split_on_grid
-from dist_ckpt._formats.zarr.metadata import (
-    MAX_METADATA_NBYTES,
-    array_metadata,
-    check_metadata,
-    metadata_name,
-    parse_metadata,
-)
+from dist_ckpt._formats.zarr.described import Described, Documents
+from dist_ckpt._formats.zarr.files import ChunkFiles
+from dist_ckpt._formats.zarr.grid import cells_of, split_on_grid
 from dist_ckpt._formats.zarr.slices import as_raw, read_cells, read_slices
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import StoredTensor
-from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
+from dist_ckpt.errors import CorruptedCheckpointError, MismatchError
 from dist_ckpt.storage import open_store
 
 if TYPE_CHECKING:
@@ -52,34 +46,12 @@ _KEYS_OF_A_JOB = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """An array whose metadata has been compared with the index.
-
-    Attributes:
-        document: Its metadata.
-        is_ours: Whether this is, word for word, what this format writes.
-        stored: What the index says.
-        files: The files of its chunks.
-    """
-
-    document: dict[str, Any]
-    is_ours: bool
-    stored: StoredTensor
-    files: ChunkFiles
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
-        return dtype_from_name(self.stored.dtype)
-
-
-@dataclass(frozen=True, slots=True)
 class _Array:
     """An array that TensorStore has opened: its handle, and the extents of what can be read."""
 
     handle: Any
     chunk: tuple[int, ...]
-    opened: _Opened
+    opened: Described
 
 
 def read_into(
@@ -171,8 +143,7 @@ class _Opener:
         self, arrays: Arrays, index: CheckpointIndex, bare: Store, store: VerifiedStore
     ) -> None:
         self._arrays, self._index, self._bare, self._store = arrays, index, bare, store
-        # Most arrays of a model have one of a few shapes, and then the same document.
-        self._known: dict[tuple[Any, ...], _Opened] = {}
+        self._documents = Documents(store)
 
     def job(
         self, wanted: Mapping[str, Sequence[tuple[Destination, Box]]]
@@ -195,7 +166,7 @@ class _Opener:
     def _open(
         self, key: str, wanted: Sequence[tuple[Destination, Box]]
     ) -> int | StoredTensor | _Array:
-        opened = self._understood(key)
+        opened = self._documents.of(key, self._index.tensors[key])
         files, stored, handle = opened.files, opened.stored, None
         if not opened.is_ours:
             # What else its metadata may say, TensorStore judges.
@@ -223,40 +194,6 @@ class _Opener:
             nbytes += more
         return nbytes
 
-    def _understood(self, key: str) -> _Opened:
-        """Read an array's document and compare it with the index."""
-        stored = self._index.tensors[key]
-        chunk = stored.chunks[0]
-        name = f"{chunk.file}/{metadata_name(3 if chunk.encoding == 'zarr3' else 2)}"
-        try:
-            data = self._store.read(name, max_nbytes=MAX_METADATA_NBYTES)
-        except CheckpointNotFoundError as error:
-            raise CorruptedCheckpointError(
-                f"{key!r}: {error}", hint="use another checkpoint."
-            ) from error
-        told = data, stored.dtype, stored.shape, chunk.encoding
-        if told not in self._known:
-            self._known[told] = _opened(key, data, name, stored)
-        known = self._known[told]
-        return replace(known, stored=stored, files=replace(known.files, path=chunk.file))
-
-
-def _opened(key: str, data: bytes, name: str, stored: StoredTensor) -> _Opened:
-    """Return an array whose document describes what the index says."""
-    document, chunk = parse_metadata(data, name), stored.chunks[0]
-    check_metadata(document, key, stored.dtype, stored.shape, name)
-    itemsize = dtype_from_name(stored.dtype).itemsize
-    files = chunk_files(document, chunk.file, itemsize, key=key, where=name)
-    if chunk.encoding == "zarr2" and not is_as_written(document):
-        raise CorruptedCheckpointError(
-            f"{key!r}: {name} describes chunks that are not laid out as they were written.",
-            hint="use another checkpoint.",
-        )
-    grid = Grid(files.cell, files.inner)
-    ours = array_metadata(stored.shape, stored.dtype, grid, files.zarr_format)
-    is_ours = document == ours and len(files.cell) == len(stored.shape)
-    return _Opened(document, is_ours, stored, files)
-
 
 def _read_job(
     arrays: Arrays, store: VerifiedStore, array: _Array, one: Destination, block: Box
@@ -276,7 +213,7 @@ def _read_job(
     return job
 
 
-def _check(opened: _Opened, block: Box, store: VerifiedStore, key: str) -> None:
+def _check(opened: Described, block: Box, store: VerifiedStore, key: str) -> None:
     """Compare the files of a block before TensorStore reads them, which shows no bytes."""
     with _naming(key):
         opened.files.check(store, block, key=key)
@@ -316,7 +253,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
             bits(target).copy_(bits(source))
             return
         try:
-            target.copy_(source)
+            # In two steps: torch casts float32 to float16 past the sign of a negated view.
+            target.copy_(source.to(target.dtype) if target.is_neg() else source)
         except RuntimeError as error:  # some dtypes have no conversion
             raise MismatchError(
                 f"{source.dtype} cannot be converted to {target.dtype} ({error})."

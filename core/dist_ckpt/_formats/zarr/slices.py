@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from dist_ckpt._formats.zarr.files import ChunkFiles
     from dist_ckpt.storage import Store
 
-__all__ = ["as_raw", "read_cells", "read_slices"]
+__all__ = ["Cell", "as_raw", "cells_in", "read_cells", "read_slices"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
+class Cell:
     """A file: the box that it holds row by row, its bytes, and what must stand behind them."""
 
     name: str
@@ -44,7 +44,14 @@ class _Cell:
     index: bytes
 
 
-def _cells(stored: StoredTensor, wanted: Iterable[Box], files: ChunkFiles) -> Iterator[_Cell]:
+def cells_in(stored: StoredTensor, wanted: Iterable[Box], files: ChunkFiles) -> Iterator[Cell]:
+    """Yield the cells that have elements of ``wanted``, each once.
+
+    Args:
+        stored: The tensor, which lies in an array.
+        wanted: Boxes of it.
+        files: The array's, which should be plain.
+    """
     itemsize, is_v2 = dtype_from_name(stored.dtype).itemsize, files.zarr_format == 2  # noqa: PLR2004 - of zarr
     for numbers in dict.fromkeys(n for box in wanted for n in cells_of(box, files.cell)):
         held, index = cell_box(numbers, files.cell, stored.shape), b""
@@ -52,7 +59,7 @@ def _cells(stored: StoredTensor, wanted: Iterable[Box], files: ChunkFiles) -> It
         if not is_v2:
             extents = stored_extents(held.shape, files.inner)
             index = shard_index(files.cell, files.inner, held.shape, itemsize)
-        yield _Cell(files.name(numbers), held, extents, math.prod(extents) * itemsize, index)
+        yield Cell(files.name(numbers), held, extents, math.prod(extents) * itemsize, index)
 
 
 def read_cells(
@@ -74,7 +81,7 @@ def read_cells(
         CorruptedCheckpointError: A file is cut short or altered.
         StorageError: The file system failed.
     """
-    cells = list(_cells(stored, (part,), files))
+    cells = list(cells_in(stored, (part,), files))
     targets = [_target(cell, part, view) for cell in cells]
     if view.dtype != dtype_from_name(stored.dtype) or None in targets:
         return None
@@ -94,7 +101,7 @@ def read_cells(
     return nbytes
 
 
-def _target(cell: _Cell, part: Box, view: torch.Tensor) -> memoryview | None:
+def _target(cell: Cell, part: Box, view: torch.Tensor) -> memoryview | None:
     """Return where a cell's bytes go as they are, None if there is no such place."""
     if cell.extents != cell.held.shape or part.intersect(cell.held) != cell.held:
         return None
@@ -117,7 +124,7 @@ def as_raw(
             with what it must be, byte by byte, and all that is read later with its checksum.
     """
     chunks = []
-    for cell in _cells(stored, wanted, files):
+    for cell in cells_in(stored, wanted, files):
         if not _ends_with(bare, cell.name, cell.nbytes, cell.index):
             return None
         box = Box(cell.held.offset, cell.extents)

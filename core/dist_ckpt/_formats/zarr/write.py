@@ -24,6 +24,7 @@ from dist_ckpt._formats.zarr.grid import split_on_grid
 from dist_ckpt._formats.zarr.layout import shard_index, stored_extents
 from dist_ckpt._formats.zarr.metadata import array_metadata, encode_metadata, metadata_name
 from dist_ckpt._formats.zarr.names import chunk_name, pieces_name
+from dist_ckpt._planning.distribution import WriteItem
 from dist_ckpt._planning.index import StoredChunk
 from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import Extent, open_store
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     import torch
 
     from dist_ckpt._checksums import FileSum
+    from dist_ckpt._formats.zarr.grid import Grid
     from dist_ckpt._formats.zarr.plan import Array, RankWork, SharedCell
     from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.distribution import WriteItem
     from dist_ckpt._planning.index import Encoding
     from dist_ckpt.storage import FileWriter
 
@@ -51,6 +52,9 @@ _FILES_TOGETHER = 16
 
 _WAITING_THREADS = 8
 """For each thread that moves bytes, so many that mostly wait for small files."""
+
+_TINY_NBYTES = 1 << 16
+"""Up to here bytes and index of a cell are put together for one write."""
 
 _SMALL_NBYTES = 1 << 20
 """A larger file is written alone: its bytes, not its name, are what it costs."""
@@ -166,19 +170,24 @@ class _Files:
     def __init__(self, job: WriteJob, zarr_format: int) -> None:
         self._job, self._zarr_format = job, zarr_format
         self._store = open_store(job.directory)
+        # Most arrays of a model have one of a few shapes, and then the same of both.
+        self._documents: dict[tuple[object, ...], bytes] = {}
+        self._indexes: dict[tuple[object, ...], bytes] = {}
 
     def document(self, array: Array) -> _File:
         """Return the metadata of an array."""
-        data = encode_metadata(
-            array_metadata(array.shape, array.dtype, array.grid, self._zarr_format)
-        )
+        told = array.shape, array.dtype, array.grid
+        data = self._documents.get(told)
+        if data is None:
+            data = encode_metadata(array_metadata(*told, self._zarr_format))
+            self._documents[told] = data
         name = f"{array.path}/{metadata_name(self._zarr_format)}"
         return _File(array.path, name, len(data), lambda _: ((0, memoryview(data)),))
 
     def whole(self, array: Array, item: WriteItem, box: Box) -> _File:
         """Return a cell that comes from one shard of this rank."""
         return self._cell(
-            array, item.shard, box, lambda: view_of(self._job, replace(item, box=box))
+            array, item.shard, box, lambda: view_of(self._job, WriteItem(item.shard, box))
         )
 
     def shared(self, shared: SharedCell) -> _File:
@@ -193,15 +202,27 @@ class _Files:
         nbytes = math.prod(stored) * itemsize
         index = b""
         if self._zarr_format == 3:  # noqa: PLR2004 - of zarr
-            index = shard_index(grid.cell, grid.inner, box.shape, itemsize)
+            index = self._index(grid, box.shape, itemsize)
 
         def parts(scratch: Scratch) -> Iterator[tuple[int, memoryview]]:
-            yield from cell_bytes(view(), stored, scratch)
-            yield nbytes, memoryview(index)
+            if nbytes > _TINY_NBYTES:
+                yield from cell_bytes(view(), stored, scratch)
+                yield nbytes, memoryview(index)
+            else:
+                data = bytearray(nbytes) + index
+                for position, piece in cell_bytes(view(), stored, scratch):
+                    data[position : position + piece.nbytes] = piece
+                yield 0, memoryview(data)
 
         numbers = tuple(o // c for o, c in zip(box.offset, grid.cell, strict=True))
         name = f"{array.path}/{chunk_name(numbers, self._zarr_format)}"
         return _File(_key(self._job, shard), name, nbytes + len(index), parts)
+
+    def _index(self, grid: Grid, extent: tuple[int, ...], itemsize: int) -> bytes:
+        told = grid, extent, itemsize
+        if told not in self._indexes:
+            self._indexes[told] = shard_index(grid.cell, grid.inner, extent, itemsize)
+        return self._indexes[told]
 
     def job(
         self, files: Sequence[_File]
@@ -253,7 +274,9 @@ def _results(job: WriteJob, zarr_format: int) -> Iterator[WriteResult]:
         boxes = (*(part.box for part in shared.own), *(part.box for part in shared.received))
         done += [(shared.array, shared.own[0].shard, box) for box in boxes]
     for array, shard, box in done:
-        info = replace(job.shards.table[shard], box=box)
+        info = job.shards.table[shard]
+        if info.box != box:
+            info = replace(info, box=box)
         yield WriteResult(
             info, StoredChunk(box, array.path, 0, box.numel * array.itemsize, encoding)
         )
