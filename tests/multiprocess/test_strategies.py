@@ -113,7 +113,7 @@ def save_later(rank: int, world_size: int, path: str, kind: str, fail: bool) -> 
         raise OSError(5, "the disk of rank 1")
 
     broken_disk = mock.patch("dist_ckpt._formats.torch_dist.write.write_shards", broken)
-    broken_array = mock.patch("dist_ckpt._formats.zarr.format.write_cells", broken)
+    broken_array = mock.patch("dist_ckpt._formats.zarr.format.write_arrays", broken)
     if fail and rank == 1 and kind == "native":
         # Written by another process: a file that is there already is in its way.
         (attempt,) = Path(path).parent.glob("*.attempt")
@@ -195,7 +195,7 @@ def save_with_a_bad_disk(rank: int, world_size: int, path: str, kind: str) -> No
 
     if rank == 1:
         mock.patch("dist_ckpt._formats.torch_dist.write.write_shards", broken).start()
-        mock.patch("dist_ckpt._formats.zarr.format.write_cells", broken).start()
+        mock.patch("dist_ckpt._formats.zarr.format.write_arrays", broken).start()
     save(state(rank, world_size), path, WRAPPED[kind]())
 
 
