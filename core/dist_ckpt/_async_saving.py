@@ -1,8 +1,9 @@
-"""The part of a background save that the training thread pays for: planning.
+"""Planning that remembers: the part of a background save that the training thread pays for.
 
-Here: ``AsyncPlanner``, which plans a save with all ranks, and plans anew only what has changed. Not
-here: copying and handing over (``_handing_over``), what the worker does (``_background``), the
-order of saves (``background``). See docs/decisions/0017-background-saves.md.
+Here: ``AsyncPlanner``, which plans a save with all ranks, and plans anew only what has changed;
+saves that wait use it too (``_remembering``). Not here: copying and handing over
+(``_handing_over``), what the worker does (``_background``), the order of saves (``background``).
+See docs/decisions/0017-background-saves.md and 0028-planning-in-columns.md.
 """
 
 from __future__ import annotations

@@ -190,6 +190,7 @@ def extents_of(
             gathered.leave_out(nbytes)
         gathered.put(tail)
     yield from gathered.taken()
+    at.clear()  # what fails from here on is of the whole file
 
 
 def _view(file: PlannedFile, number: int, shards: LocalShards) -> torch.Tensor:
