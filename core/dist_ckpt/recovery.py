@@ -1,9 +1,10 @@
 """The newest checkpoint that is complete and true, and what becomes of the others.
 
-Here: verifying a checkpoint, finding the newest good one, setting damaged ones aside, sweeping what
-dead saves left. Not here: how one looks closely (``_searching``), keeping and removing checkpoints
-(``retention``, ``manager``). Collective where it says so: the answer is decided once, on rank 0,
-and is the same on all ranks. See docs/guides/recovery.md.
+Here: verifying a checkpoint, finding the newest good one, setting damaged ones aside, writing again
+what a copy has lost, sweeping what dead saves left. Not here: how one looks closely
+(``_searching``), keeping and removing checkpoints (``retention``, ``manager``). Collective where it
+says so: the answer is decided once, on rank 0, and is the same on all ranks. See
+docs/guides/recovery.md.
 """
 
 from __future__ import annotations
@@ -12,14 +13,25 @@ import functools
 import logging
 import os
 import re
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dist_ckpt._checksums import sum_of
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._engine import owners
 from dist_ckpt._engine.commit import locate
 from dist_ckpt._engine.leftovers import move_aside, sweep_leftovers
-from dist_ckpt._formats.documents import MANIFEST_FILE
+from dist_ckpt._formats.documents import (
+    MANIFEST_FILE,
+    MAX_DOCUMENT_NBYTES,
+    METADATA_FILE,
+    PACKED_INDEX_FILE,
+    read_manifest,
+)
+from dist_ckpt._formats.torch_dist.dcp_metadata import encode_metadata
+from dist_ckpt._formats.verification import VerifiedStore
+from dist_ckpt._opened import open_checkpoint
 from dist_ckpt._searching import (
     Bad,
     Findings,
@@ -33,8 +45,11 @@ from dist_ckpt._searching import (
     look_through,
     open_closely,
 )
+from dist_ckpt.errors import ConfigError, UnknownStrategyError
 from dist_ckpt.events import Event, SetAside, Skipped, emit_to
 from dist_ckpt.options import LoadOptions, checked_path, path_to_tell
+from dist_ckpt.storage import open_store
+from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,6 +63,7 @@ __all__ = [
     "latest",
     "newest_good",
     "record_owner",
+    "restore_dcp_metadata",
     "set_aside",
     "sweep",
     "sweep_once",
@@ -223,6 +239,51 @@ def _age(path: Path) -> tuple[bool, bool, int, float, str]:
         committed = 0.0
     has_name = not path.name.startswith(".")
     return has_name, found is None, int(found[1]) if found else 0, committed, path.name
+
+
+# -- what a copy has lost --------------------------------------------------------------------------
+
+
+def restore_dcp_metadata(path: PathLike) -> Path:
+    """Write ``.metadata`` of a torch_dist checkpoint again, from its index; return where it is.
+
+    Only tools of torch.distributed.checkpoint need it. ``cp ckpt/* dst/`` loses it, and a save with
+    ``dcp_metadata=False`` leaves it out. One that is there and belongs to the checkpoint stays.
+    Not collective: call it on one rank.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CorruptedCheckpointError: The checkpoint is damaged in another way.
+        ConfigError: It has no index that ``.metadata`` can be made of: it is zarr, or another
+            library wrote it.
+        UnknownStrategyError: What would be written is not what the checkpoint's save wrote; another
+            release did.
+        StorageError: It cannot be written.
+    """
+    contents = open_checkpoint(path_to_tell(path))
+    target = contents.directory / METADATA_FILE
+    if METADATA_FILE in contents.files:
+        return target
+    if PACKED_INDEX_FILE not in contents.files:
+        raise ConfigError(
+            f"{contents.directory}: no {PACKED_INDEX_FILE}, of which {METADATA_FILE} is made."
+        )
+    store = VerifiedStore(open_store(contents.directory), contents.files, contents.directory)
+    index = store.read(PACKED_INDEX_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+    data = encode_metadata(index)
+    expected = read_manifest(contents.directory).files.get(METADATA_FILE)
+    if expected not in (None, sum_of(data)):
+        raise UnknownStrategyError(
+            f"{contents.directory}: the save wrote another {METADATA_FILE} than this one.",
+            hint="call this with the release of dist-ckpt that saved it.",
+        )
+    # By a rename: after a crash no half of it may stand under the name that the manifest has.
+    aside = f"{METADATA_FILE}.{uuid.uuid4().hex[:12]}"
+    store.create(aside, data)
+    with storage_errors("write", target):
+        (contents.directory / aside).replace(target)
+        fsync_directory(contents.directory)
+    return target
 
 
 # -- what is left over -----------------------------------------------------------------------------

@@ -195,9 +195,19 @@ def damage_remove(path: Path) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [damage_truncate, damage_remove])
 @pytest.mark.parametrize(
-    "name", ["__0_0.distcp", "index.bin", "common.json", "manifest.json", ".metadata"]
+    ("name", "damage"),
+    [
+        ("__0_0.distcp", damage_truncate),
+        ("__0_0.distcp", damage_remove),
+        ("index.bin", damage_truncate),
+        ("index.bin", damage_remove),
+        ("common.json", damage_truncate),
+        ("common.json", damage_remove),
+        ("manifest.json", damage_truncate),
+        ("manifest.json", damage_remove),
+        (".metadata", damage_truncate),  # without it, it is whole: tests/unit/test_copies.py
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
     """A short or missing file is corruption, with its name; it is never half a success."""

@@ -67,6 +67,7 @@ class CheckpointContents:
         objects: Pickled objects of another writer.
         paths: Nested path of each flat key, as another writer noted it.
         files: Sizes and checksums of all files; empty for checkpoints of other writers.
+        absent: Files of the manifest that are missing and that no reader needs.
 
     What is large in it (the index, the checksums) is not sent to other ranks: they are told where
     it is and what its seal is, read what they need of it when they need it, and refuse what does
@@ -84,6 +85,7 @@ class CheckpointContents:
     objects: Mapping[str, StoredBytes] = field(default_factory=dict)
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     files: Mapping[str, FileSum] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
 
 
 def check_unchanged(contents: CheckpointContents) -> None:

@@ -244,13 +244,17 @@ class ManifestFiles(Mapping[str, FileSum]):
     Args:
         directory: The checkpoint.
         manifest: What was read there.
+        absent: Files of the manifest that are not there and that no reader needs.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest, absent: frozenset[str] = frozenset()
+    ) -> None:
         """Keep what was read."""
         self._directory, self._seal = directory, manifest.seal
-        self._checkpoint_id, self._count = manifest.checkpoint_id, len(manifest.files)
-        self._files: Mapping[str, FileSum] | None = manifest.files
+        self._checkpoint_id, self._absent = manifest.checkpoint_id, absent
+        self._files: Mapping[str, FileSum] | None = self._present(manifest)
+        self._count = len(self._files)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all but the files."""
@@ -279,8 +283,13 @@ class ManifestFiles(Mapping[str, FileSum]):
                     f"{self._seal} is expected.",
                     hint="the file was altered while the checkpoint was read.",
                 )
-            self._files = manifest.files
+            self._files = self._present(manifest)
         return self._files
+
+    def _present(self, manifest: Manifest) -> Mapping[str, FileSum]:
+        if self._absent:
+            return {n: one for n, one in manifest.files.items() if n not in self._absent}
+        return manifest.files
 
     def __len__(self) -> int:
         """Return the number of files; nothing is read for it."""

@@ -7,6 +7,8 @@ rank 0; all ranks get its result.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING
 
 from dist_ckpt._formats.documents import (
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from dist_ckpt.storage import Store
 
 __all__ = ["open_contents", "open_sharded"]
+
+logger = logging.getLogger(__name__)
 
 COMMON_BACKEND = "json"
 """In ``metadata.json``: the checkpoint is ours, so that our other documents must be there."""
@@ -100,9 +104,10 @@ def _open_without_marker(directory: Path, store: Store) -> CheckpointContents:
         return _checked(open_foreign(directory))
     if ours or any(name.endswith(".distcp") for name in names):
         raise IncompleteCheckpointError(
-            f"{directory} holds data but no commit marker ({CONFIG_FNAME}): "
-            "its save never finished.",
-            hint="load an older checkpoint; this directory may be deleted.",
+            f"{directory} holds data but no commit marker ({CONFIG_FNAME}, or {METADATA_FILE} if "
+            "torch.distributed.checkpoint wrote it): its save never finished, or it was not copied "
+            "as a whole.",
+            hint="load an older checkpoint, or copy it again: `cp ckpt/*` leaves hidden files out.",
         )
     raise CheckpointNotFoundError(
         f"{directory} is not a distributed checkpoint: no {CONFIG_FNAME} and no {METADATA_FILE}."
@@ -155,11 +160,18 @@ def _open_own(directory: Path, store: Store, config: CheckpointingConfig) -> Che
 def _read_own(
     directory: Path, store: Store, manifest: Manifest, config: CheckpointingConfig
 ) -> CheckpointContents:
-    check_files(directory, manifest)
-    store = VerifiedStore(store, manifest.files, directory)
+    backend = (config.sharded_backend, config.sharded_backend_version)
+    # DCP's document says what our index says, and no reader of ours needs it. A strategy of another
+    # package may need a file of this name.
+    is_spare = backend == _TORCH_DIST and not manifest.files.keys().isdisjoint(_INDICES)
+    optional = frozenset({METADATA_FILE} if is_spare else ())
+    absent = check_files(directory, manifest, optional=optional)
+    if absent:
+        _tell_absent(directory, manifest.checkpoint_id)
+    files = ManifestFiles(directory, manifest, absent)
+    store = VerifiedStore(store, files.files, directory)
     # The marker was read before the manifest, which knows what it must be.
     check_data(str(directory / CONFIG_FNAME), config.to_json(), manifest.files[CONFIG_FNAME])
-    backend = (config.sharded_backend, config.sharded_backend_version)
     # A third party's format may have files of these names, in which it says something else.
     has_index = backend in {_TORCH_DIST, *_ZARR}
     if has_index and manifest.files.keys().isdisjoint(_INDICES):
@@ -182,8 +194,21 @@ def _read_own(
         index=index,
         is_indexed=has_index,
         common=common,
-        files=ManifestFiles(directory, manifest),
+        files=files,
+        absent=absent,
     )
+
+
+@functools.lru_cache(maxsize=128)  # one note for a checkpoint, however often it is opened
+def _tell_absent(directory: Path, checkpoint_id: str) -> None:
+    logger.warning(
+        "%s: %s is missing (was it copied by `cp ckpt/* dst/`?). The checkpoint is whole without "
+        "it; only tools of torch.distributed.checkpoint need it. "
+        "`dist_ckpt.recovery.restore_dcp_metadata` writes it again.",
+        directory,
+        METADATA_FILE,
+    )
+    del checkpoint_id
 
 
 def _read_index(

@@ -100,7 +100,7 @@ def _fill(attempt: Attempt, contents: CheckpointContents, doomed: set[str]) -> N
     manifest = read_manifest(old)
     files: dict[str, FileSum] = {}
     with storage_errors("link", attempt.directory):
-        for name, found in manifest.files.items():
+        for name, found in contents.files.items():
             if name in documents or _is_below(name, unneeded):
                 continue
             target = attempt.directory / name
@@ -124,16 +124,16 @@ def _documents(
         index = store.read(INDEX_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
         return {INDEX_FILE: zarr_index_without(index, doomed)}
     kept = {k: t for k, t in contents.index.tensors.items() if k not in doomed}
-    has_metadata = METADATA_FILE in contents.files
+    has_metadata = METADATA_FILE in contents.files or METADATA_FILE in contents.absent
     if PACKED_INDEX_FILE in contents.files:
         return index_documents(table_of(kept), dcp_metadata=has_metadata)
     from dist_ckpt._formats.torch_dist.trim import metadata_without  # noqa: PLC0415 - heavy
 
-    store.verify_whole(METADATA_FILE)
-    return {
-        INDEX_FILE: CheckpointIndex(kept).to_json(),
-        METADATA_FILE: metadata_without(contents.directory / METADATA_FILE, doomed),
-    }
+    documents = {INDEX_FILE: CheckpointIndex(kept).to_json()}
+    if METADATA_FILE in contents.files:
+        store.verify_whole(METADATA_FILE)
+        documents[METADATA_FILE] = metadata_without(contents.directory / METADATA_FILE, doomed)
+    return documents
 
 
 def _is_below(name: str, unneeded: set[str]) -> bool:

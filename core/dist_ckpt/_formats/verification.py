@@ -20,7 +20,7 @@ from dist_ckpt.storage import Extent, held, open_store
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dist_ckpt._formats.manifest import Manifest
@@ -196,22 +196,52 @@ def check_data(name: str, data: bytes, found: FileSum | None) -> None:
             raise CorruptedCheckpointError(f"{problem}.", hint=_HINT)
 
 
-def check_files(directory: Path, manifest: Manifest) -> None:
+def check_files(
+    directory: Path, manifest: Manifest, *, optional: frozenset[str] = frozenset()
+) -> frozenset[str]:
     """Raise if a file of the manifest is missing, is no regular file or has another size.
+
+    Args:
+        directory: The checkpoint.
+        manifest: What was read there.
+        optional: Names that may be missing.
+
+    Returns:
+        Those of ``optional`` that the manifest names and that are missing.
 
     Raises:
         CorruptedCheckpointError: Naming all of them.
     """
     store = open_store(directory)
-    problems = [
-        problem
-        for name, nbytes in manifest.sizes.items()
-        if (problem := _size_problem(store, name, nbytes))
-    ]
-    if problems:
+    problems: dict[str, str] = {}
+    missing: set[str] = set()
+    for name, nbytes in manifest.sizes.items():
+        problem = _size_problem(store, name, nbytes)
+        if problem:
+            problems[name] = problem
+        if problem == _missing(name):
+            missing.add(name)
+    absent = missing & optional
+    told = [problem for name, problem in problems.items() if name not in absent]
+    if told:
         raise CorruptedCheckpointError(
-            f"{directory}: {shortened(problems)}.", hint="use another checkpoint."
+            f"{directory}: {shortened(told)}.", hint=_copy_hint(problems, missing)
         )
+    return frozenset(absent)
+
+
+def _copy_hint(problems: Collection[str], missing: Collection[str]) -> str:
+    hidden = all(any(part[0] == "." for part in name.split("/")) for name in problems)
+    if hidden and len(missing) == len(problems):
+        return (
+            "only hidden files are missing, which `cp ckpt/* dst/` and some upload tools leave "
+            "out: copy the directory itself, or use another checkpoint."
+        )
+    return "use another checkpoint."
+
+
+def _missing(name: str) -> str:
+    return f"{name} is missing"
 
 
 def _size_problem(store: Store, name: str, nbytes: int) -> str | None:
@@ -220,7 +250,7 @@ def _size_problem(store: Store, name: str, nbytes: int) -> str | None:
     except CorruptedCheckpointError as error:
         return str(error)
     if found is None:
-        return f"{name} is missing"
+        return _missing(name)
     return None if found == nbytes else f"{name} has {found} bytes, not {nbytes}"
 
 

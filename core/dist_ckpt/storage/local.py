@@ -267,7 +267,8 @@ class LocalWriter:
 def _irregular(path: Path | str) -> CorruptedCheckpointError:
     return CorruptedCheckpointError(
         f"{path}: expected a regular file below the checkpoint, found a link or something else.",
-        hint="links, pipes and devices in a checkpoint are not followed.",
+        hint="links, pipes and devices in a checkpoint are not followed; "
+        "`cp -rL` makes files of links.",
     )
 
 
