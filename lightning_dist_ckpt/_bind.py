@@ -14,14 +14,20 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt.errors import ConfigError
+from dist_ckpt.training_state import is_checkpoint
 from lightning_dist_ckpt import _preempt
+from lightning_dist_ckpt._contract import check_contract, foreign_definitions, is_lightnings_own
 from lightning_dist_ckpt._fit_saves import FitSaves
-from lightning_dist_ckpt._overrides import Binding, bound_class
+from lightning_dist_ckpt._folders import check_folders
+from lightning_dist_ckpt._model_checkpoint import REPLACED
+from lightning_dist_ckpt._overrides import OVERRIDDEN, Binding, bound_class
+from lightning_dist_ckpt._requests import noted_path
 from lightning_dist_ckpt._resuming import bind_connector
+from lightning_dist_ckpt.export import is_stock
 from lightning_dist_ckpt.io import DistCkptIO
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
 __all__ = ["bind"]
 
@@ -29,6 +35,12 @@ _SUPPORTED = frozenset(
     {"SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"}
 )
 _UNSUPPORTED = frozenset({"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy"})
+_RELIED_ON = frozenset(
+    {"__class__", "__reduce__", "checkpoint_io", "restore_checkpoint_after_setup"}
+)
+"""What of a strategy decides how it is bound, pickled or read, besides what is put in its place."""
+_GONE_PAST = frozenset({"load_checkpoint", "save_checkpoint"})
+"""What of a plugin no Trainer calls that is bound."""
 
 
 def bind(trainer: Any, callback: Any = None) -> None:
@@ -41,24 +53,73 @@ def bind(trainer: Any, callback: Any = None) -> None:
         callback: Ours.
 
     Raises:
-        ConfigError: Its strategy is not supported.
+        ConfigError: Its strategy is not supported; a class of other people defines what is
+            replaced; nothing can be saved where it is to go; or it has no DistCkptIO and is to load
+            what one has saved.
     """
     strategy = trainer.strategy
-    chain = list(_plugins(strategy))
+    chain = list(_plugins(trainer))
     io = chain[-1] if chain else None
     if not isinstance(io, DistCkptIO) or not io.config.enabled:
+        _unbind(trainer)
+        _refuse_ours(trainer)
         return
-    if not isinstance(getattr(strategy, "dist_ckpt_binding", None), Binding):
-        _check_supported(type(strategy))
+    _check_supported(type(strategy))
+    fits = trainer.state.fn == "fit"
+    check_contract(_replaced(trainer, chain, watches=fits and io.config.async_save))
+    if fits:
+        check_folders(trainer, io)
+    if _is_bound(strategy):
+        strategy.dist_ckpt_binding.io = io
+    else:
         if len(chain) > 1:
             _warn_of_wrapper(chain[0], io)
         strategy.dist_ckpt_binding = Binding(io=io)
         strategy.__class__ = bound_class(type(strategy))
     bind_connector(trainer._checkpoint_connector)  # noqa: SLF001 - Lightning's
-    if io.config.async_save and trainer.state.fn == "fit":
+    if io.config.async_save and fits:
         _begin_saves(trainer, io, callback)
-    if io.config.preemption and trainer.state.fn == "fit" and callback is not None:
+    if io.config.preemption and fits and callback is not None:
         _preempt.begin(trainer, io, callback)
+
+
+def _is_bound(strategy: Any) -> bool:
+    return isinstance(vars(strategy).get("dist_ckpt_binding"), Binding)
+
+
+def _unbind(trainer: Any) -> None:
+    """Undo ``bind`` on a strategy that was given another plugin since."""
+    if not _is_bound(trainer.strategy):
+        return
+    del trainer.strategy.dist_ckpt_binding
+    for one in (trainer.strategy, trainer._checkpoint_connector):  # noqa: SLF001 - Lightning's
+        base = vars(type(one)).get("dist_ckpt_base")
+        if base is not None:
+            one.__class__ = base
+
+
+def _replaced(
+    trainer: Any, chain: Sequence[Any], *, watches: bool
+) -> Iterator[tuple[str, object, Collection[str]]]:
+    """Yield what is bound, or gone past: its role, the object, the names."""
+    yield "strategy", trainer.strategy, OVERRIDDEN | _RELIED_ON
+    *wrappers, io = chain
+    for wrapper in wrappers:
+        yield "plugin", wrapper, _GONE_PAST | {"remove_checkpoint"}
+    yield "plugin", io, _GONE_PAST
+    for callback in trainer.checkpoint_callbacks if watches else ():
+        yield "callback", callback, REPLACED
+
+
+def _refuse_ours(trainer: Any) -> None:
+    """Refuse to give Lightning a checkpoint of ours, which it does not read."""
+    path = noted_path(trainer._checkpoint_connector)  # noqa: SLF001 - Lightning's
+    if path is not None and not is_stock(path) and is_checkpoint(path):
+        raise ConfigError(
+            f"{path} is a checkpoint directory of DistCkptIO, which this Trainer is without.",
+            hint="give it Trainer(plugins=[DistCkptIO()]), or make a file for stock Lightning: "
+            "lightning_dist_ckpt.export_to_file().",
+        )
 
 
 def _begin_saves(trainer: Any, io: DistCkptIO, callback: Any) -> None:
@@ -88,21 +149,26 @@ def _warn_of_wrapper(wrapper: Any, io: DistCkptIO) -> None:
     )
 
 
-def _plugins(strategy: Any) -> Iterator[Any]:
+def _plugins(trainer: Any) -> Iterator[Any]:
     """Yield the strategy's CheckpointIO and, if that wraps another, the inner ones."""
+    strategy = trainer.strategy
     # Not the property `checkpoint_io`: it makes a stock one, and writes to wrapping ones.
     io = vars(strategy).get("_checkpoint_io")
+    if io is None and foreign_definitions(strategy, {"checkpoint_io"}):
+        io = trainer._accelerator_connector.checkpoint_io  # noqa: SLF001 - Lightning's
     while io is not None:
         yield io
-        io = None if isinstance(io, DistCkptIO) else getattr(io, "_checkpoint_io", None)
+        io = None if isinstance(io, DistCkptIO) else _wrapped_by(io)
+
+
+def _wrapped_by(io: Any) -> Any:
+    attributes = getattr(io, "__dict__", {})
+    ours = (value for value in attributes.values() if isinstance(value, DistCkptIO))
+    return next(ours, getattr(io, "_checkpoint_io", None))
 
 
 def _check_supported(cls: type) -> None:
-    known = {
-        base.__name__
-        for base in cls.__mro__
-        if base.__module__.partition(".")[0] in {"lightning", "pytorch_lightning"}
-    }
+    known = {base.__name__ for base in cls.__mro__ if is_lightnings_own(base)}
     if known & _UNSUPPORTED or not known & _SUPPORTED:
         raise ConfigError(
             f"DistCkptIO does not support {cls.__name__}.",

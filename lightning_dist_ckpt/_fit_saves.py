@@ -78,9 +78,7 @@ class FitSaves:
         self._newest = Outcome()
         self._memory = SaveMemory()
         self._to_tell: list[Any] = []
-        self._watched = list(trainer.checkpoint_callbacks)
-        for callback in self._watched:
-            watch(callback)
+        self._watched = [one for one in trainer.checkpoint_callbacks if watch(one)]
         self._saver.start()
 
     # -- saves

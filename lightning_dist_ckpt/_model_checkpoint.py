@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 __all__ = [
+    "REPLACED",
     "Memory",
     "Outcome",
     "forget_name",
@@ -155,21 +156,33 @@ def still_needed(memories: Sequence[Memory]) -> list[Memory]:
     return needed[::-1]
 
 
-def watch(callback: Any) -> None:
-    """Give a callback of Lightning's ``ModelCheckpoint`` class, or a subclass, our methods."""
+def watch(callback: Any) -> bool:
+    """Give a callback of Lightning's ``ModelCheckpoint`` class, or a subclass, our methods.
+
+    Returns:
+        Whether it did: not to other callbacks, nor to one that another fit watches.
+    """
     base = type(callback)
-    if not is_lightnings(callback, "ModelCheckpoint") or "dist_ckpt_base" in vars(base):
-        return
+    if not is_lightnings(callback, "ModelCheckpoint") or _ours(callback) is not None:
+        return False
     own = {name: value for name, value in vars(_Watched).items() if name in _OVERRIDDEN}
     if base._save_checkpoint.__module__.partition(".")[0] not in _LIGHTNING:  # noqa: SLF001 - Lightning's
         del own["_save_checkpoint"]  # what a user's own does comes in its order
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     callback.__class__ = type(base.__name__, (base,), {**own, **names, "dist_ckpt_base": base})
+    return True
 
 
 def unwatch(callback: Any) -> None:
-    """Give a callback its own class back."""
-    callback.__class__ = vars(type(callback)).get("dist_ckpt_base", type(callback))
+    """Give a callback that was watched its own class back; others are not touched."""
+    if _ours(callback) is type(callback):
+        callback.__class__ = type(callback).dist_ckpt_base
+
+
+def _ours(callback: Any) -> Any:
+    """Return the class that ``watch`` made for a callback; None if it did not."""
+    made = (cls for cls in type(callback).__mro__ if "dist_ckpt_base" in vars(cls))
+    return next(made, None)
 
 
 _LIGHTNING = frozenset({"lightning", "pytorch_lightning"})
@@ -183,6 +196,10 @@ _OVERRIDDEN = frozenset(
         "file_exists",
     }
 )
+REPLACED = frozenset(
+    {"__class__", "__reduce__", "__reduce_ex__", "_link_checkpoint", "file_exists"}
+)
+"""What a watched callback has of ours alone; the rest is called around its own."""
 
 
 def is_lightnings(callback: object, name: str) -> bool:
@@ -200,7 +217,7 @@ def _saves(trainer: Any) -> Any:
 
 def _stock(callback: Any) -> Any:
     """Return the callback as Lightning has it: what ``super()`` would be."""
-    return super(type(callback), callback)
+    return super(_ours(callback), callback)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from lightning_dist_ckpt._document import (
     named_as_in,
     own_state_dict,
 )
+from lightning_dist_ckpt._folders import without_scheme
 from lightning_dist_ckpt._plain import load_whole_optimizer
 from lightning_dist_ckpt._retention import may_go
 from lightning_dist_ckpt._stored import StoredModel, StoredOptimizer, fill_sharded
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from lightning_dist_ckpt._preempt import Preemption
     from lightning_dist_ckpt.io import DistCkptIO
 
-__all__ = ["Binding", "bound_class"]
+__all__ = ["OVERRIDDEN", "Binding", "bound_class"]
 
 
 logger = logging.getLogger(__name__)
@@ -103,12 +104,12 @@ def bound_class(base: type) -> type:
 
     It has one base only: an object's class can be exchanged for no other kind of subclass.
     """
-    own = {name: value for name, value in vars(_Overrides).items() if name in _OVERRIDDEN}
+    own = {name: value for name, value in vars(_Overrides).items() if name in OVERRIDDEN}
     names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(base.__name__, (base,), {**own, **names, "dist_ckpt_base": base})
 
 
-_OVERRIDDEN = frozenset(
+OVERRIDDEN = frozenset(
     {
         "__reduce_ex__",
         "barrier",
@@ -255,7 +256,7 @@ class _Overrides:
         binding: Binding = self.dist_ckpt_binding
         if binding.saves is not None:
             binding.saves.drain()  # what it names may be in flight
-        found = str(checkpoint_path)
+        found = without_scheme(checkpoint_path)
         comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
         found, stock = comm.broadcast(f"looking at {found}", lambda: (found, is_stock(found)))
         path, sharded = Path(found), bool(self.restore_checkpoint_after_setup)

@@ -68,6 +68,7 @@ def begin(trainer: Any, io: DistCkptIO, callback: Any) -> None:
     binding = trainer.strategy.dist_ckpt_binding
     if binding.preemption is not None:  # an exception has left a fit without its teardown
         binding.preemption.close()
+        binding.io = io
     binding.preemption = Preemption(trainer, io, type(callback).stopper())
 
 

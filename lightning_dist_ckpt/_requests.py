@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from lightning_dist_ckpt._model_checkpoint import is_lightnings
 
-__all__ = ["Request", "note_requests", "take_request"]
+__all__ = ["Request", "note_requests", "noted_path", "take_request"]
 
 _NATIVE = "dist_ckpt_native"
 _NOTE = "dist_ckpt_request"
@@ -56,6 +56,12 @@ def take_request(connector: Any, path: Any) -> Request | None:
         return None
     del vars(connector)[_NOTE]
     return request
+
+
+def noted_path(connector: Any) -> Any:
+    """Return what a connector is about to load; None for nothing."""
+    request: Request | None = vars(connector).get(_NOTE)
+    return None if request is None else request.path
 
 
 def _noting(native: Callable[..., Any]) -> Callable[..., Any]:

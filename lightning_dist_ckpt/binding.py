@@ -1,8 +1,9 @@
 """The entry points by which Lightning gets our callback into every Trainer that may need it.
 
-Here: one factory for each name that Lightning is installed under. Not here: what the callback does
-(``_bind``). Called by ``Trainer.__init__``, on every rank, also in programs that have nothing to do
-with us: until a DistCkptIO exists, this module is all they import.
+Here: one factory for each name that Lightning is installed under, and one for Fabric. Not here:
+what the callbacks do (``_bind``, ``_fabric``). Called by the makers of Trainers and Fabrics, on
+every rank, also in programs that have nothing to do with us: until a DistCkptIO exists, this module
+is all they import.
 """
 
 from __future__ import annotations
@@ -11,7 +12,12 @@ import importlib
 import sys
 from typing import Any
 
-__all__ = ["lightning_callbacks", "pytorch_lightning_callbacks"]
+__all__ = ["fabric_callbacks", "lightning_callbacks", "pytorch_lightning_callbacks"]
+
+
+def fabric_callbacks() -> list[Any]:
+    """Return our callback for Fabrics; none if no DistCkptIO exists."""
+    return _callbacks("fabric")
 
 
 def lightning_callbacks() -> list[Any]:

@@ -25,6 +25,7 @@ from dist_ckpt.serialization import (
 )
 from dist_ckpt.training_state import CheckpointView
 from lightning_dist_ckpt._document import DIRECT, EXTRA
+from lightning_dist_ckpt._folders import is_url, without_scheme
 
 if TYPE_CHECKING:
     from dist_ckpt.types import PathLike, StateDict
@@ -39,9 +40,9 @@ _STOCK_MARKER = "meta.pt"  # the same of Lightning's own sharded checkpoints
 
 def is_stock(path: PathLike) -> bool:
     """Whether Lightning itself saved the checkpoint at ``path``. Not collective."""
-    if "://" in os.fspath(path):
+    if is_url(path):
         return True
-    path = Path(path)
+    path = Path(without_scheme(path))
     if path.is_dir():
         return (path / _STOCK_MARKER).is_file() and not (path / _MARKER).exists()
     return path.is_file()
@@ -71,7 +72,7 @@ def load_module(
     source: Any = path
     if not is_stock(path):
         options = LoadOptions(allow_pickle=allow_pickle)
-        whole = whole_checkpoint(Path(path), options, optimizers=False)
+        whole = whole_checkpoint(Path(without_scheme(path)), options, optimizers=False)
         source = io.BytesIO()
         torch.save(whole, source)
         source.seek(0)

@@ -17,8 +17,15 @@ from dist_ckpt.config import DistCkptConfig, load_config
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.options import LoadOptions, SaveOptions
 from dist_ckpt.serialization import single_process
-from dist_ckpt.training_state import TrainingState, remove_checkpoint, save_training_state
+from dist_ckpt.training_state import (
+    TrainingState,
+    is_checkpoint,
+    remove_checkpoint,
+    save_training_state,
+)
 from lightning_dist_ckpt._document import DIRECT, FRAMEWORK
+from lightning_dist_ckpt._fabric import check_holder
+from lightning_dist_ckpt._folders import is_url, without_scheme
 from lightning_dist_ckpt.export import is_stock, whole_checkpoint
 
 if TYPE_CHECKING:
@@ -185,11 +192,13 @@ class DistCkptIO(CheckpointIO):
         """Save whole values of this process alone, as a checkpoint directory. Not collective.
 
         Raises:
+            ConfigError: Fabric calls, and the plugin has fields that nobody would follow there.
             CheckpointingException: It failed; what stood at ``path`` is still there.
         """
         if not self.config.enabled:
             TorchCheckpointIO().save_checkpoint(checkpoint, os.fspath(path), storage_options)
             return
+        check_holder(self)
         target = checked_target(path, storage_options)
         state = TrainingState(common={DIRECT: checkpoint}, framework=FRAMEWORK)
         save_training_state(
@@ -207,17 +216,25 @@ class DistCkptIO(CheckpointIO):
         Raises:
             CheckpointingException: It is no complete checkpoint of ours.
         """
+        if not self.config.enabled and not is_stock(path) and is_checkpoint(path):
+            raise ConfigError(
+                f"{path} is a checkpoint directory of DistCkptIO, which is switched off.",
+                hint="enabled: true; or make a file for stock Lightning: "
+                "lightning_dist_ckpt.export_to_file().",
+            )
         if not self.config.enabled or is_stock(path):
             stock = TorchCheckpointIO()
             if map_location is None:
                 return stock.load_checkpoint(os.fspath(path), weights_only=weights_only)
             return stock.load_checkpoint(os.fspath(path), map_location, weights_only)
-        return whole_checkpoint(Path(path), self.load_options(weights_only=weights_only))
+        return whole_checkpoint(
+            Path(without_scheme(path)), self.load_options(weights_only=weights_only)
+        )
 
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove a checkpoint, file or link. Call it on one rank."""
-        if self.config.enabled and not _is_url(path):
-            remove_checkpoint(path)
+        if self.config.enabled and not is_url(path):
+            remove_checkpoint(without_scheme(path))
         else:
             TorchCheckpointIO().remove_checkpoint(os.fspath(path))
 
@@ -233,15 +250,11 @@ def checked_target(path: PathLike, storage_options: object) -> Path:
     Raises:
         ConfigError: ``path`` is no local path, or options are given that nobody would follow.
     """
-    if _is_url(path):
+    if is_url(path):
         raise ConfigError(f"{path}: checkpoints are saved to local or mounted file systems only.")
     if storage_options is not None:
         raise ConfigError(
             f"storage_options={storage_options!r}: DistCkptIO has no options for a single save.",
             hint="give them to DistCkptIO(...).",
         )
-    return Path(path)
-
-
-def _is_url(path: PathLike) -> bool:
-    return "://" in os.fspath(path)
+    return Path(without_scheme(path))
