@@ -8,12 +8,16 @@ STAMP := $(VENV)/.stamp
 # One BLAS thread a process: tests and demo start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: test demo lint bench clean
+.PHONY: test soak demo lint bench clean
 
 # Lint first: it is quick. The suite comes last, so that the log ends with its summary. Two workers,
 # a file each at a time: much of the suite waits for processes to start.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What is too long for every run: the whole zoo of libraries.
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -21,8 +21,15 @@ _TESTS = Path(__file__).parent
 _FOLDER_MARKERS = ("multiprocess", "lightning", "accelerate")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by the folder they are in: ``-m 'not multiprocess'`` is the quick suite."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by the folder they are in: ``-m 'not multiprocess'`` is the quick suite.
+
+    What is marked ``soak`` runs only where ``-m`` names it.
+    """
+    if "soak" not in config.option.markexpr:
+        left = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
     for item in items:
         if item.path.is_relative_to(_TESTS):
             folder = item.path.relative_to(_TESTS).parts[0]

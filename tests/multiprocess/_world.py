@@ -115,6 +115,7 @@ def run_ranks(
     expect_errors: bool = False,
     init_process_group: bool = True,
     env: Mapping[str, str] | None = None,
+    preload: str = "",
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` in ``world_size`` processes; return the results by rank.
 
@@ -127,6 +128,8 @@ def run_ranks(
         init_process_group: Make the default (gloo) process group first. Without it, ``env://``
             works all the same: MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK and WORLD_SIZE are set.
         env: Further environment variables of the ranks.
+        preload: A module that is imported before the ranks are forked: once for all of them, and
+            for those of later calls.
 
     Raises:
         WorldError: a rank hung or, unless ``expect_errors``, raised or died.
@@ -140,6 +143,7 @@ def run_ranks(
         init_process_group=init_process_group,
         path=tuple(sys.path),
         env=dict(env or {}),
+        preload=preload,
     )
     with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
         outcomes, hung = _run(task, pickle.dumps(args), Path(scratch), expect_errors=expect_errors)
@@ -164,6 +168,7 @@ class _Task:
     init_process_group: bool
     path: tuple[str, ...]
     env: dict[str, str]
+    preload: str = ""
     port: int = 0
     scratch: str = ""
 
@@ -338,6 +343,8 @@ def _nursery_main(descriptor: int) -> None:
         _, fds, _, _ = socket.recv_fds(channel, 1, task.world_size)
         try:
             _load_module(task)
+            if task.preload:
+                importlib.import_module(task.preload)
         except BaseException:
             _reply(connection, failure=traceback.format_exc())
             for fd in fds:
