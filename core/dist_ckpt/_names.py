@@ -3,17 +3,15 @@
 Here: the renaming of keys and of names in the common part, pure. Not here: reading
 (``_formats.torch_dist``), deciding for all ranks (``training_state``).
 
-Two cases. Checkpoints of torch's own ``get_state_dict`` (torch.distributed.checkpoint.state_dict,
-torch 2.13), written by ``dcp.save({"model": ..., "optimizer": ...})``: flat keys ``model.{name}``
-and ``optimizer.state.{name}.{state}``, parameter groups with names. And a model that is an
-attribute on one side and stands alone on the other: a LightningModule's ``net.weight`` is the
-``weight`` of the bare ``net`` under Accelerate.
+A model is an attribute on one side and stands alone on the other: a LightningModule's
+``net.weight`` is the ``weight`` of the bare ``net`` under Accelerate. What torch's DCP wrote is
+another story: ``_dcp_names``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dist_ckpt._planning.index import CheckpointIndex, LazyTensors
 
@@ -25,17 +23,11 @@ if TYPE_CHECKING:
     from dist_ckpt._planning.index import StoredTensor
     from dist_ckpt.types import StateDict
 
-__all__ = ["Prefixes", "adopt_torch_common", "adopt_torch_keys", "find_prefixes", "rename"]
-
-_MODEL, _STATE = "model.", "optimizer.state."
+__all__ = ["Prefixes", "find_prefixes", "rename", "renamed_index"]
 
 
-def adopt_torch_keys(contents: CheckpointContents) -> CheckpointContents:
-    """Return the contents with torch's keys renamed to ours; other keys stay as they are."""
-    return replace(contents, index=_renamed(contents.index, _our_key))
-
-
-def _renamed(index: CheckpointIndex, name: Callable[[str], str]) -> CheckpointIndex:
+def renamed_index(index: CheckpointIndex, name: Callable[[str], str]) -> CheckpointIndex:
+    """Return the same tensors under other keys."""
     return CheckpointIndex(_Renamed({name(key): key for key in index.tensors}, index.tensors))
 
 
@@ -69,30 +61,6 @@ class _Renamed(LazyTensors):
     def keys_of(self, role: Role) -> list[str]:
         of_role = set(CheckpointIndex(self._tensors).keys_of(role))
         return [key for key, stored in self._keys.items() if stored in of_role]
-
-
-def _our_key(key: str) -> str:
-    if key.startswith(_MODEL):
-        return f"models.0.{key.removeprefix(_MODEL)}"
-    if key.startswith(_STATE):
-        name, _, state = key.removeprefix(_STATE).rpartition(".")
-        return f"optimizers.0.state.{state}.0.{name}"
-    return key
-
-
-def adopt_torch_common(common: StateDict) -> StateDict:
-    """Return the common part as ours: the optimizer's values by our names, the rest as common."""
-    rest = {key: value for key, value in common.items() if key != "optimizer"}
-    optimizer: dict[str, Any] = common.get("optimizer") or {}
-    adopted: StateDict = {"common": rest}
-    if optimizer:
-        groups = [
-            {**group, "params": [f"0.{name}" for name in group.get("params", ())]}
-            for group in optimizer.get("param_groups", [])
-        ]
-        state = {f"0.{name}": value for name, value in optimizer.get("state", {}).items()}
-        adopted["optimizers"] = {"0": {"state": state, "param_groups": groups}}
-    return adopted
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +103,7 @@ def rename(
     contents: CheckpointContents, tree: StateDict, i: int, name: Callable[[str], str]
 ) -> tuple[CheckpointContents, StateDict]:
     """Return contents and common part with the names of model ``i`` changed by ``name``."""
-    index = _renamed(contents.index, lambda key: _renamed_key(key, i, name))
+    index = renamed_index(contents.index, lambda key: _renamed_key(key, i, name))
     changed = dict(tree)
     for section in ("tied", "extra_state"):
         part = dict(tree.get(section, {}))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from dist_ckpt._comm import default_communicator
+from dist_ckpt._dcp_names import Roots, adopt, find_roots, group_flat, is_flat, values_beside
 from dist_ckpt._engine.commit import forget_aside, remove_tree
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._formats.native import new_format
@@ -33,7 +34,7 @@ from dist_ckpt._loading import (
     run_load,
     stored_keys,
 )
-from dist_ckpt._names import adopt_torch_common, adopt_torch_keys, find_prefixes, rename
+from dist_ckpt._names import find_prefixes, rename
 from dist_ckpt._opened import check_indexed, open_checkpoint, open_together
 from dist_ckpt._remembering import SaveMemory, run_remembered
 from dist_ckpt._saving import SaveRequest
@@ -42,6 +43,7 @@ from dist_ckpt.derive import (
     model_layout,
     optimizer_template,
 )
+from dist_ckpt.derive.slots import optimizer_slots, unwrap_optimizer
 from dist_ckpt.derive.values import fill_shared
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
 from dist_ckpt.mapping import ShardedObject
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt._formats.documents import CheckpointContents
     from dist_ckpt.background import BackgroundSaver
+    from dist_ckpt.derive import ModelLayout
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
 
 __all__ = [
@@ -205,6 +208,8 @@ class CheckpointView:
             raise CorruptedCheckpointError(f"{contents.directory}: {sections} must be dicts.")
         self._contents, self._tree, self._comm, self._options = contents, common, comm, options
         self._stored = stored_keys(contents)
+        self._foreign: tuple[CheckpointContents, StateDict] | None = None
+        self._roots: Roots | None = None
 
     @classmethod
     def open(
@@ -216,8 +221,8 @@ class CheckpointView:
     ) -> CheckpointView:
         """Open a checkpoint and read its common part. Collective.
 
-        Checkpoints that torch's DCP wrote as ``{"model": ..., "optimizer": ...}`` (by
-        ``get_state_dict`` of ``torch.distributed.checkpoint.state_dict``) are seen under our keys.
+        What ``dcp.save`` wrote of a model and its optimizers is seen under our keys: which dicts
+        are taken for what stands in docs/guides/core.md, With DCP.
 
         Raises:
             CheckpointNotFoundError: Nothing committed there.
@@ -231,10 +236,12 @@ class CheckpointView:
         check_indexed(contents)
         read = functools.cache(lambda: read_common(contents, options))
         comm.map_reduce(f"reading {checkpoint_dir}", lambda: read() is None, lambda _: None)
-        common = read()
-        if contents.common is None:
-            contents, common = adopt_torch_keys(contents), adopt_torch_common(common)
-        return cls(contents, common, comm, options)
+        if contents.common is not None:
+            return cls(contents, read(), comm, options)
+        view = cls(contents, {}, comm, options)
+        view._foreign = contents, read()
+        view._adopt(frozenset())
+        return view
 
     @property
     def common(self) -> StateDict:
@@ -297,8 +304,37 @@ class CheckpointView:
             phase = f"restoring extra state of model {i}"
             self._comm.map_reduce(phase, lambda: _set_extra_state(model, extra), lambda _: None)
 
+    def _adopt(self, own: frozenset[str]) -> None:
+        """See what torch's DCP wrote under our keys, for a model of these names. Collective.
+
+        Raises:
+            MismatchError: It is not certain which entries are the model, or the optimizer.
+        """
+        if self._foreign is None:
+            return
+        contents, common = self._foreign
+
+        def adopted() -> None:
+            with_names = find_roots(contents.index.tensors.keys(), contents.objects.keys(), own)
+            if with_names != self._roots:
+                keys = values_beside(contents, with_names)
+                values = read_whole(contents, keys, self._options)
+                beside = dict(zip(keys, values, strict=True))
+                self._contents, self._tree = adopt(contents, common, with_names, beside)
+                self._stored, self._roots = stored_keys(self._contents), with_names
+
+        phase = f"finding the model in {contents.directory}"
+        self._comm.map_reduce(phase, adopted, lambda _: None)
+
     def _align(self, i: int, model: nn.Module) -> None:
         """See model ``i`` of the checkpoint under the job's names, if only a prefix differs."""
+        if self._foreign is not None and i == 0:
+            names = self._comm.map_reduce(
+                "comparing names",
+                lambda: frozenset(model_layout(model).tensors),
+                lambda found: frozenset[str]().union(*found),
+            )
+            self._adopt(names)
         stored = set(self.model_names(i))
         prefixes = self._comm.map_reduce(
             "comparing names",
@@ -385,7 +421,19 @@ class CheckpointView:
         layouts = functools.cache(lambda: [model_layout(model) for model in models])
         for i, model in enumerate(models):
             self._align(i, model)
+        if self._foreign is not None and j >= self.num_optimizers:
+            root = "" if self._roots is None else self._roots.model
+            raise MismatchError(  # what is stored is known alike on all ranks
+                f"{self._contents.directory}: there is no optimizer {j} beside the model, whose "
+                f"names begin with {root!r}.",
+                hint="load the model alone; what is found where: docs/guides/core.md, With DCP.",
+            )
         saved = self._tree.get("optimizers", {}).get(str(j), {})
+        if is_flat(saved):
+            grouped = functools.cache(lambda: group_flat(saved, _members(optimizer, layouts())))
+            phase = f"matching the groups of optimizer {j}"
+            self._comm.map_reduce(phase, lambda: grouped() is None, lambda _: None)
+            saved = grouped()
         prefix = f"optimizers.{j}."
 
         def build() -> LoadRequest:
@@ -423,6 +471,15 @@ class CheckpointView:
     def _tied(self, i: int) -> dict[str, str]:
         tied: dict[str, str] = self._tree.get("tied", {}).get(str(i), {})
         return tied
+
+
+def _members(optimizer: Any, layouts: Sequence[ModelLayout]) -> list[list[str]]:
+    """Return the names of the parameters in each group of an optimizer."""
+    inner = unwrap_optimizer(optimizer)
+    members: list[list[str]] = [[] for _ in inner.param_groups]
+    for slot in optimizer_slots(inner, layouts):
+        members[slot.group].append(slot.name)
+    return members
 
 
 def _count(stored: Mapping[str, object], prefix: str) -> int:

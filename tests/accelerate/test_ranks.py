@@ -15,15 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch.distributed.tensor import DTensor
 
 from accelerate_dist_ckpt import DistCkptIO
 from dist_ckpt.serialization import load_tensors_metadata
-from dist_ckpt.training_state import CheckpointView, is_checkpoint
+from dist_ckpt.training_state import CheckpointView, is_checkpoint, load_model_and_optimizer
 from tests.accelerate._jobs import (
     add_loader,
     build,
     differing,
     new_accelerator,
+    new_net,
     run_epochs,
     state_of,
     train,
@@ -438,3 +440,36 @@ def no_ddp(rank: int, world_size: int, root: str) -> Any:
 def test_models_without_ddp_are_rank_0s(tmp_path: Path) -> None:
     """A model for evaluation is not wrapped: what is stored is rank 0's."""
     assert run_ranks(no_ddp, 2, str(tmp_path)) == [(0.0, 0.0)] * 2
+
+
+def save_natively(rank: int, world_size: int, root: str) -> dict[str, torch.Tensor]:
+    """Train and save by Accelerate's own ``save_state``, sharded; return what was saved."""
+    accelerator = new_accelerator("fsdp2")
+    torch.manual_seed(0)
+    net = new_net("fsdp2")
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    loss = net(torch.arange(8.0).view(2, 4))
+    accelerator.backward(loss)
+    optimizer.step()
+    accelerator.save_state(root)
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in net.state_dict().items()
+    }
+
+
+def test_what_accelerate_itself_saved_sharded_loads_into_live_objects(tmp_path: Path) -> None:
+    """``pytorch_model_fsdp_0`` and ``optimizer_0`` are DCP's: each loads by its own."""
+    saved = run_ranks(save_natively, 2, str(tmp_path / "c"))[0]
+    net = new_net("single")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1.0)
+
+    load_model_and_optimizer(tmp_path / "c" / "pytorch_model_fsdp_0", net)
+    view = CheckpointView.open(tmp_path / "c" / "optimizer_0")
+    view.load_optimizer(0, optimizer, [net])
+
+    assert net.state_dict().keys() == saved.keys()
+    assert all(torch.equal(value, saved[name]) for name, value in net.state_dict().items())
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert {int(one["step"]) for one in optimizer.state.values()} == {1}
+    assert all(one["exp_avg"].any() for one in optimizer.state.values())

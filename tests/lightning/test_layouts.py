@@ -11,6 +11,7 @@ from dist_ckpt.training_state import (
     CheckpointView,
     TrainingState,
     is_checkpoint,
+    load_model_and_optimizer,
     save_training_state,
 )
 from lightning_dist_ckpt import DistCkptIO, export_to_file
@@ -118,6 +119,7 @@ def stock_and_ours(rank: int, world_size: int, root: str) -> list[str]:
     """Save with stock Lightning, sharded; load with ours, and save again under the same name."""
     stock = make_trainer("fsdp2", root, max_steps=3, plugins=None)
     stock.fit(first := Tiny(), loader("fsdp2"))
+    stock.save_checkpoint(Path(root, "stock.ckpt"))
     stock.save_checkpoint(Path(root, "x.ckpt"))
     kinds = sorted(path.name for path in Path(root, "x.ckpt").iterdir())
     expected = [parameter.to_local().clone() for parameter in first.parameters()]
@@ -125,6 +127,7 @@ def stock_and_ours(rank: int, world_size: int, root: str) -> list[str]:
     ours.fit(second := Tiny(1), loader("fsdp2"), ckpt_path=Path(root, "x.ckpt"))
     for one, other in zip(expected, second.parameters(), strict=True):
         assert torch.equal(one, other.to_local())
+    ours.save_checkpoint(Path(root, "ours.ckpt"))
     ours.save_checkpoint(Path(root, "x.ckpt"))
     again = make_trainer("fsdp2", root, max_steps=6)
     again.fit(Tiny(2), loader("fsdp2"), ckpt_path=Path(root, "x.ckpt"))
@@ -138,4 +141,13 @@ def test_sharded_checkpoints_of_stock_lightning(tmp_path: Path) -> None:
 
     assert "meta.pt" in results[0]
     assert is_checkpoint(tmp_path / "x.ckpt")
+    found = []
+    for name in ("stock.ckpt", "ours.ckpt"):  # theirs is of DCP: it loads without a Trainer, too
+        (optimizer,), _ = (module := Tiny(5)).configure_optimizers()
+        load_model_and_optimizer(tmp_path / name, module, optimizer)
+        state = optimizer.state_dict()["state"]
+        moments = {f"{i}.{k}": v for i, one in state.items() for k, v in one.items()}
+        found.append(dict(module.state_dict()) | moments)
+    assert len(found[0]) > len(Tiny(5).state_dict())
+    assert not differences(*found)
     assert stored(tmp_path / "x.ckpt")["models.0.net.up.weight"].shape == (10, 5)

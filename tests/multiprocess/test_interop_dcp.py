@@ -14,7 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 from dist_ckpt import (
@@ -25,6 +29,7 @@ from dist_ckpt import (
     UnsafeContentError,
     load,
     load_common_state_dict,
+    load_model_and_optimizer,
     load_plain_tensors,
     load_sharded_metadata,
     save,
@@ -176,6 +181,53 @@ def test_we_read_what_dcp_wrote_of_fsdp2(tmp_path: Path, size: int) -> None:
         assert [k for k in saved if not torch.equal(saved[k], whole[k])] == []
     assert torch.equal(load_plain_tensors(path)["model.0.weight"], saved["model.0.weight"])
     assert "model.1.bias" in load_sharded_metadata(path)
+
+
+SHAPES = ("app", "plain", "titan", "lightning")
+
+
+def save_shapes(rank: int, size: int, root: str) -> dict[str, Any]:
+    """Save one model and optimizer in the shapes of tests/unit/test_dcp_names.py, sharded."""
+    model, optimizer = trained(rank, size)
+    a, b = get_state_dict(model, optimizer)
+    flat = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    step = {"train_state": {"step": torch.tensor(3)}}
+    dcp.save({"app": {"model": a, "optim": b}}, checkpoint_id=f"{root}/app")
+    dcp.save(model.state_dict(), checkpoint_id=f"{root}/plain")
+    dcp.save({**model.state_dict(), "optimizer": flat, **step}, checkpoint_id=f"{root}/titan")
+    dcp.save({"model": a, "optimizer_0": b}, checkpoint_id=f"{root}/lightning")
+    return whole_state(model, optimizer)
+
+
+def read_shapes(rank: int, size: int, root: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for shape in SHAPES:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = None
+        if shape != "plain":
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        common = load_model_and_optimizer(f"{root}/{shape}", model, optimizer)
+        assert common.get("train_state") == ({"step": 3} if shape == "titan" else None)
+        assert optimizer is None or optimizer.param_groups[0]["lr"] == 0.25
+        found[shape] = whole_state(model, optimizer or torch.optim.SGD(model.parameters()))
+    return found
+
+
+def test_live_objects_load_what_dcp_wrote_in_other_shapes(tmp_path: Path) -> None:
+    """FSDP2 on two ranks, saved by ``dcp.save``, into FSDP2 on two ranks and on one."""
+    saved = run_ranks(save_shapes, 2, str(tmp_path))[0]
+    for size in (1, 2):
+        for found in run_ranks(read_shapes, size, str(tmp_path)):
+            for shape in SHAPES:
+                expected = {k for k in saved if shape != "plain" or k.startswith("model.")}
+                assert found[shape].keys() == expected
+                assert all(torch.equal(saved[k], found[shape][k]) for k in expected), shape
 
 
 # -- hostile ---------------------------------------------------------------------------------------
