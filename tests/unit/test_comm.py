@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import signal
 import threading
@@ -166,18 +167,90 @@ def test_a_late_rank_hears_that_it_was_late(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_old_keys_are_removed() -> None:
-    """The store does not grow with the number of saves."""
+    """The store does not grow with the number of saves, however they end."""
     stores: list[dist.Store] = []
 
     def run(comm: StoreCommunicator) -> None:
         stores.append(comm._store)
-        for _ in range(50):
-            comm.map_reduce("x", lambda: comm.rank, sum)
+        for number in range(50):
+            local = (lambda: comm.rank) if number % 2 else (lambda: fail(OSError("no")))
+            with contextlib.suppress(CheckpointingException):
+                comm.map_reduce("x", local, sum)  # type: ignore[arg-type]
 
     ThreadWorld(3).run(run)  # type: ignore[arg-type]
 
-    # Counters of the ranks, and what the last two exchanges left.
-    assert stores[0].num_keys() <= 3 + 2 * 2 * 2 + 4
+    # Counters of the ranks, and what the last to leave has still to delete.
+    assert stores[0].num_keys() <= 3 + 2 * 2
+
+
+class _Reads:
+    """A store that notes when rank 1 has read a verdict."""
+
+    def __init__(self, store: Any, events: list[str]) -> None:
+        self._store, self._events = store, events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        data: bytes = self._store.get(key)
+        if "/out/1" in key:
+            self._events.append("read")
+        return data
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rank_0_returns_when_its_verdict_is_read(fails: bool) -> None:
+    """It may host the store: whoever has not read the verdict by then never will."""
+    store, events = dist.HashStore(), list[str]()
+
+    def run(comm: Communicator) -> None:
+        mine = StoreCommunicator(
+            _Reads(store, events),  # type: ignore[arg-type]
+            rank=comm.rank, size=2, timeout_secs=20,
+        )  # fmt: skip
+        for _ in range(20):
+            with contextlib.suppress(RankFailedError):
+                mine.broadcast("x", lambda: fail(OSError("no")) if fails else 1)
+            if comm.rank == 0:
+                events.append("returned")
+
+    ThreadWorld(2).run(run)
+
+    assert events == ["read", "returned"] * 20
+
+
+def test_who_does_not_read_the_verdict_is_named_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that died after its part was done: the exchange has succeeded, the log names it."""
+    monkeypatch.setattr("dist_ckpt._comm.store._LEAVE_SECS", 0.05)
+
+    def run(comm: StoreCommunicator) -> int:
+        if comm.rank == 2:
+            comm._set(f"{comm._next_exchange()}/in/2", ("x", 2, None))
+            return 3
+        return comm.map_reduce("x", lambda: comm.rank, sum)
+
+    assert ThreadWorld(3).run(run) == [3, 3, 3]  # type: ignore[arg-type]
+    assert "ranks [2] of 3 have not read the verdict within 0.05 s" in caplog.text
+
+
+def test_who_is_interrupted_keeps_rank_0_from_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A rank that leaves by Ctrl-C reads no verdict, and is not waited for."""
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    def run(comm: Communicator) -> str:
+        try:
+            comm.map_reduce("x", interrupted if comm.rank else int, sum)
+        except BaseException as error:
+            return type(error).__name__
+        return "nothing was raised"
+
+    assert ThreadWorld(3).run(run) == ["RankFailedError", "KeyboardInterrupt", "KeyboardInterrupt"]
+    assert "have not read" not in caplog.text
 
 
 def test_the_thread_world_itself() -> None:

@@ -200,6 +200,7 @@ class Meeting:
             ranks = range(self._size) if self._rank == 0 else ()
             keys = [f"{name}/{call}/in/{self._rank}" for call in range(1, calls + 1)]
             keys += [f"{name}/{call}/out/{r}" for call in range(1, calls + 1) for r in ranks]
+            keys += [f"{name}/{call}/left" for call in range(1, calls + 1) if self._rank == 0]
             keys += [f"{name}/calls/{self._rank}", f"{name}/left/{self._rank}"]
             for key in keys:
                 self._store.delete_key(key)

@@ -10,6 +10,7 @@ Values are pickled by this process's peers of the same job, never read from a ch
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import time
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,16 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreCommunicator"]
 
+logger = logging.getLogger(__name__)
+
 _SHORTEST_NAP_SECS, _LONGEST_NAP_SECS = 0.0005, 0.25
 """Between two looks into the store; a nap lasts 5 % of what was waited for before."""
 
 _GRACE_SECS = 30.0
 """How much longer the others wait than rank 0, so that its verdict reaches them first."""
+
+_LEAVE_SECS = 30.0
+"""How long rank 0 stays for ranks that have not read the verdict: they may be stopped, or dead."""
 
 
 class StoreCommunicator:
@@ -156,10 +162,14 @@ class StoreCommunicator:
                 raise
             verdict, pack_error = self._publish_any(number, verdict, scatter=scatter)
             error = error or pack_error
+            self._stay_for_readers(phase, number, verdict)
         else:
             self._set(f"{number}/in/{self._rank}", (phase, value, failure))
-            verdict = self._await_verdict(phase, number)
-        self._forget(number - 2)
+            try:
+                verdict = self._await_verdict(phase, number)
+            finally:
+                self._leave(number)
+            self._forget(number)
         if isinstance(verdict, _Missing):
             raise BarrierTimeoutError(verdict.message)
         if isinstance(verdict, _Disagreement):
@@ -177,6 +187,7 @@ class StoreCommunicator:
                 self._publish(number, self._packed(_Failed({0: failure}), scatter=False))
             else:
                 self._set(f"{number}/in/{self._rank}", (phase, None, failure))
+                self._leave(number)
 
     def _next_exchange(self) -> int:
         # The counter lives in the store, one for each rank: communicators may come and go, and
@@ -202,7 +213,7 @@ class StoreCommunicator:
             if other_failure is not None:
                 failures[rank] = other_failure
         if missing:
-            return _Missing(self._who_is_missing(phase, missing))
+            return _Missing(self._who_is_missing(phase, missing), num_missing=len(missing))
         if phases:
             told = ", ".join(f"rank {rank} is in {name!r}" for rank, name in phases.items())
             return _Disagreement(
@@ -251,13 +262,56 @@ class StoreCommunicator:
             "hint: they died, are stuck elsewhere, or did not make this call."
         )
 
+    def _leave(self, number: int) -> None:
+        """Tell rank 0 that this rank needs nothing more of an exchange.
+
+        Rank 0 may be the host of the store, and may end as soon as it has seen this: from here on
+        the store may vanish, which is no failure of an exchange whose verdict is known.
+        """
+        with contextlib.suppress(CoordinationError), self._reaching():
+            self._store.add(f"{self._name}/{number}/left", 1)
+
+    def _forget(self, number: int) -> None:
+        """Delete this rank's keys of an exchange whose verdict it has read: all have been read."""
+        with contextlib.suppress(CoordinationError), self._reaching():
+            self._store.delete_key(f"{self._name}/{number}/in/{self._rank}")
+            self._store.delete_key(f"{self._name}/{number}/out/{self._rank}")
+
+    def _stay_for_readers(self, phase: str, number: int, verdict: _Verdict) -> None:
+        """Return when all who take part have read the verdict. Rank 0.
+
+        The law: a verdict never depends on a rank that has returned, and rank 0 may be the host of
+        the store. Whoever does not read it in time is named in the log and changes nothing: the
+        verdict stands.
+        """
+        key = f"{self._name}/{number}/left"
+        num_readers = self._size - 1 - verdict.num_missing
+        limit = min(_LEAVE_SECS, self._timeout_secs)
+        with contextlib.suppress(CoordinationError):
+            if self._poll(lambda: self._store.add(key, 0) >= num_readers, limit):
+                with self._reaching():
+                    self._store.delete_key(key)
+                return
+            ranks = range(1, self._size)
+            unread = [rank for rank in ranks if self._wait(f"{number}/in/{rank}", 0.0)]
+            logger.warning(
+                "%s: it is decided, but ranks %s of %d have not read the verdict within %g s; if "
+                "this process hosts the store and ends, they will not. hint: they died, or are "
+                "stopped.",
+                phase, unread, self._size, limit,
+            )  # fmt: skip
+
     def _wait(self, key: str, timeout_secs: float) -> bool:
         name = f"{self._name}/{key}"
+        return self._poll(lambda: self._store.check([name]), timeout_secs)
+
+    def _poll(self, is_there: Callable[[], bool], timeout_secs: float) -> bool:
+        """Ask the store until ``is_there``; return whether it is, within the time."""
         started = time.monotonic()
         with self._reaching():
             # Asked for again and again: a store that blocks would not let Python see Ctrl-C or
             # SIGTERM, and complains of each time-out on its own.
-            while not self._store.check([name]):
+            while not is_there():
                 waited = time.monotonic() - started
                 if waited >= timeout_secs:
                     return False
@@ -292,25 +346,12 @@ class StoreCommunicator:
         # Peers of this job only: the store is theirs, and never holds bytes of a checkpoint.
         return pickle.loads(data)  # noqa: S301
 
-    def _forget(self, number: int) -> None:
-        # Whoever is in exchange n has seen n - 1 end, which every rank entered after it had read
-        # all it needed of n - 2. So these keys have no reader any more.
-        if number < 1:
-            return
-        mine = "in" if self._rank else None
-        keys = [f"{number}/in/{self._rank}"] if mine else []
-        if self._rank == 0:
-            keys = [f"{number}/out/{rank}" for rank in range(1, self._size)]
-        # Who hosts the store may have left after the last exchange, which is no failure of it.
-        with contextlib.suppress(CoordinationError), self._reaching():
-            for key in keys:
-                self._store.delete_key(f"{self._name}/{key}")
-
 
 class _Verdict:
     """What rank 0 tells the others at the end of an exchange."""
 
     result: Any = None
+    num_missing = 0
 
 
 class _Done(_Verdict):
@@ -324,8 +365,8 @@ class _Failed(_Verdict):
 
 
 class _Missing(_Verdict):
-    def __init__(self, message: str) -> None:
-        self.message = message
+    def __init__(self, message: str, *, num_missing: int = 0) -> None:
+        self.message, self.num_missing = message, num_missing
 
 
 class _Disagreement(_Verdict):
