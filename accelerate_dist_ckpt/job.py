@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from accelerate.accelerator import Accelerator
 from accelerate.utils.dataclasses import DistributedType
 from torch import nn
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Job", "canonical", "is_sharded", "own_tensors"]
+__all__ = ["Job", "canonical", "is_sharded"]
 
 _NOT_WRAPPED = frozenset({DistributedType.NO, DistributedType.FSDP})
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -77,12 +76,6 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) for p in model.parameters()) or any(
         isinstance(module, FullyShardedDataParallel) for module in model.modules()
     )
-
-
-def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's ``state_dict``, tensors only."""
-    state = model.state_dict()
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def canonical(name: str, model: nn.Module) -> str:

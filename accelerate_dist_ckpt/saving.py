@@ -14,17 +14,18 @@ from __future__ import annotations
 import shutil
 import uuid
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from accelerate.accelerator import Accelerator
+from torch import nn
 
 from accelerate_dist_ckpt import naming
 from accelerate_dist_ckpt.attendance import Attendance, attend
-from accelerate_dist_ckpt.job import Job, canonical, is_sharded, own_tensors
+from accelerate_dist_ckpt.job import Job, canonical, is_sharded
 from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.state import FRAMEWORK, common_state, rank_state
 from dist_ckpt.background import BackgroundSaver
@@ -61,12 +62,12 @@ class _Collected:
     """What one rank gives, hooks done.
 
     Attributes:
-        weights: For each model that the hooks left in the list: its tensors if they were changed.
+        weights: For each model that the hooks left in the list: its state dict if it was changed.
     """
 
     common: StateDict
     per_rank: StateDict
-    weights: Mapping[int, Mapping[str, torch.Tensor] | None]
+    weights: Mapping[int, Mapping[str, Any] | None]
 
 
 def save_state(accelerator: Accelerator, registration: Registration, output_dir: Any) -> Path:
@@ -256,7 +257,7 @@ def _training_state(
     )
 
 
-def _run_hooks(job: Job, hooks_dir: Path | None) -> dict[int, Mapping[str, torch.Tensor] | None]:
+def _run_hooks(job: Job, hooks_dir: Path | None) -> dict[int, Mapping[str, Any] | None]:
     """Call the user's hooks; return which models they left, and the weights they changed."""
     if hooks_dir is None:
         return dict.fromkeys(range(len(job.models)))
@@ -268,7 +269,7 @@ def _run_hooks(job: Job, hooks_dir: Path | None) -> dict[int, Mapping[str, torch
         hook(list(job.models), weights, str(hooks_dir))
     if job.is_fsdp:
         return dict.fromkeys(range(len(job.models)))
-    left: dict[int, Mapping[str, torch.Tensor] | None] = {}
+    left: dict[int, Mapping[str, Any] | None] = {}
     for place, one in enumerate(weights):
         i = position.get(id(one), place)
         changed = one is not given[i] or not _is_same(one, before[i])
@@ -286,19 +287,26 @@ def _model_values(
     mine: _Collected,
     *,
     rank: int,
-) -> dict[int, dict[str, torch.Tensor]]:
-    """Return what to store in place of models' own tensors; nothing for those taken away."""
-    values: dict[int, dict[str, torch.Tensor]] = {}
+) -> dict[int, Mapping[str, Any]]:
+    """Return state dicts to store in place of models' own; empty ones for those taken away."""
+    values: dict[int, Mapping[str, Any]] = {}
     for i, model in enumerate(job.models):
         names = wanted.get(i, ())
         if names is None:
             continue
         values[i] = {}
         if names and (rank == 0 or is_sharded(model)):
-            weights = mine.weights.get(i) or own_tensors(model)
-            values[i] = {
-                canonical(name, model): weights[name]
-                for name in names
-                if isinstance(weights.get(name), torch.Tensor)
-            }
+            weights = mine.weights.get(i) or model.state_dict()
+            values[i] = _chosen(weights, names, model)
     return values
+
+
+def _chosen(weights: Mapping[str, Any], names: Sequence[str], model: nn.Module) -> dict[str, Any]:
+    """Return the entries of these names, and what the modules noted of themselves."""
+    chosen: OrderedDict[str, Any] = OrderedDict(
+        (canonical(name, model), weights[name]) for name in names if name in weights
+    )
+    noted = getattr(weights, "_metadata", None)
+    if noted is not None:
+        vars(chosen)["_metadata"] = {canonical(k, model): one for k, one in noted.items()}
+    return chosen

@@ -10,30 +10,23 @@ Common part: ``{"lightning": the dict without tensors of model and optimizers, "
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from dist_ckpt.derive import ModelLayout
     from dist_ckpt.types import StateDict
 
 __all__ = [
     "DIRECT",
     "EXTRA",
     "FRAMEWORK",
-    "ModelValues",
     "canonical_name",
     "common_of",
-    "extra_state_of",
     "lightning_dict",
-    "model_values",
     "named_as_in",
-    "own_state_dict",
 ]
 
 FRAMEWORK = "lightning"
@@ -42,7 +35,7 @@ DIRECT = "lightning_direct"
 """In the common part: a whole value that one process saved for itself."""
 
 EXTRA = "state_dict_extra"
-"""In the dict: what of ``state_dict`` is no tensor of the model (``get_extra_state``)."""
+"""In the dict of checkpoints of before models' documents: what ``get_extra_state`` returned."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _APART = frozenset({"state_dict", "optimizer_states"})
@@ -53,71 +46,9 @@ def canonical_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelValues:
-    """What is to be stored of ``checkpoint["state_dict"]``.
-
-    Attributes:
-        tensors: By canonical name; None if they are the model's own, all of them.
-        extra: What is no tensor of the model.
-    """
-
-    tensors: dict[str, torch.Tensor] | None
-    extra: dict[str, Any]
-
-
-def model_values(state_dict: Mapping[str, Any], layout: ModelLayout) -> ModelValues:
-    """Look whether a hook or a callback has put other tensors in place of the model's own."""
-    named = {canonical_name(name): value for name, value in state_dict.items()}
-    extra = {
-        name: value
-        for name, value in named.items()
-        if name.rpartition(".")[2] == "_extra_state" or not isinstance(value, torch.Tensor)
-    }
-    tensors = {name: value.detach() for name, value in named.items() if name not in extra}
-    own = {name: layout.tensors[name].local for name in layout.tensors}
-    own |= {name: own[first] for name, first in layout.tied.items()}
-    is_own = tensors.keys() == own.keys() and all(
-        _is_same(value, own[name]) for name, value in tensors.items()
-    )
-    return ModelValues(tensors=None if is_own else tensors, extra=extra)
-
-
-def _is_same(value: torch.Tensor, own: torch.Tensor) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return (
-        local.shape == own.shape
-        and local.dtype == own.dtype
-        and local.stride() == own.stride()
-        and local.data_ptr() == own.data_ptr()
-    )
-
-
-def own_state_dict(model: nn.Module, layout: ModelLayout) -> dict[str, Any]:
-    """Return a state dict of what this rank holds; nothing is gathered, tensors alias the model."""
-    values: dict[str, Any] = {}
-    for name, item in layout.tensors.items():
-        values[name] = item.owner.detach() if isinstance(item.owner, DTensor) else item.local
-    values |= {name: values[first] for name, first in layout.tied.items()}
-    return values | extra_state_of(model)
-
-
-def extra_state_of(model: nn.Module) -> dict[str, Any]:
-    """Return what ``get_extra_state`` gives, by its name in a state dict."""
-    base = nn.Module.get_extra_state
-    prefixes = {
-        canonical_name(f"{name}.") if name else "": module
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not base
-    }
-    return {f"{prefix}_extra_state": m.get_extra_state() for prefix, m in prefixes.items()}
-
-
-def common_of(checkpoint: Mapping[str, Any], extra: Mapping[str, Any]) -> StateDict:
+def common_of(checkpoint: Mapping[str, Any]) -> StateDict:
     """Return the common part for Lightning's dict."""
     rest = {key: value for key, value in checkpoint.items() if key not in _APART}
-    if extra:
-        rest[EXTRA] = dict(extra)
     return {
         "lightning": rest,
         "schedulers": list(checkpoint.get("lr_schedulers", ())),
@@ -160,10 +91,23 @@ def _at_step(fit_loop: StateDict, step: int) -> StateDict:
 
 
 def named_as_in(module: nn.Module, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``values`` with the names that ``module`` uses (with or without ``_orig_mod``)."""
-    actual = {canonical_name(name): name for name, _ in module.named_parameters()}
-    actual |= {canonical_name(name): name for name, _ in module.named_buffers()}
-    actual = {name: used for name, used in actual.items() if used != name}
-    if not actual:
+    """Return ``values`` with the names that ``module`` uses (with or without ``_orig_mod``).
+
+    ``_metadata``, if there is any, goes along under the modules' names.
+    """
+    actual = {canonical_name(name): name for name, _ in module.named_modules()}
+    if all(name == used for name, used in actual.items()):
         return values
-    return {actual.get(canonical_name(name), name): value for name, value in values.items()}
+    renamed: OrderedDict[str, Any] = OrderedDict()
+    for name, value in values.items():
+        parent, short = canonical_name(name), ""
+        while parent and parent not in actual:
+            parent, _, last = parent.rpartition(".")
+            short = f"{last}.{short}" if short else last
+        renamed[f"{actual[parent]}.{short}".strip(".")] = value
+    noted = getattr(values, "_metadata", None)
+    if noted is not None:
+        vars(renamed)["_metadata"] = OrderedDict(
+            (actual.get(canonical_name(prefix), prefix), one) for prefix, one in noted.items()
+        )
+    return renamed

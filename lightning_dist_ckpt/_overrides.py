@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dist_ckpt.derive import model_layout
+from dist_ckpt.derive import load_whole_model, local_state_dict, model_layout
 from dist_ckpt.errors import CheckpointingException, ConfigError, MismatchError
 from dist_ckpt.recovery import sweep_once
 from dist_ckpt.serialization import all_processes
@@ -29,17 +29,14 @@ from lightning_dist_ckpt._document import (
     DIRECT,
     EXTRA,
     FRAMEWORK,
-    ModelValues,
     common_of,
     lightning_dict,
-    model_values,
     named_as_in,
-    own_state_dict,
 )
 from lightning_dist_ckpt._folders import without_scheme
 from lightning_dist_ckpt._plain import load_whole_optimizer
 from lightning_dist_ckpt._retention import may_go
-from lightning_dist_ckpt._stored import StoredModel, StoredOptimizer, fill_sharded
+from lightning_dist_ckpt._stored import StoredModel, StoredOptimizer
 from lightning_dist_ckpt.export import is_stock
 from lightning_dist_ckpt.io import checked_target
 
@@ -67,6 +64,8 @@ class Binding:
         resumed_from: What it is called without links.
         saves: Those of the fit that is running, if they go on in the background.
         preemption: Of the fit that is running, if it stops when it is told to.
+        state_dict: What Lightning was given as the model's state dict for the save that is being
+            prepared: whatever differs from it is a hook's.
         swept: Where this Trainer has looked for what dead saves left.
     """
 
@@ -75,6 +74,7 @@ class Binding:
     resumed_from: Path | None = None
     saves: FitSaves | None = None
     preemption: Preemption | None = None
+    state_dict: dict[str, Any] = field(default_factory=dict)
     swept: set[Path] = field(default_factory=set)
 
 
@@ -159,14 +159,16 @@ class _Overrides:
 
     def lightning_module_state_dict(self: Any) -> StateDict:
         """Return what this rank holds of the model; nothing is gathered."""
+        state_dict: StateDict
         if isinstance(self.model, FullyShardedDataParallel):
-            return own_state_dict(self.model, model_layout(self.model))
-        if self.restore_checkpoint_after_setup:
+            state_dict = local_state_dict(self.model, model_layout(self.model))
+        elif self.restore_checkpoint_after_setup:
             model_layout(self.model)  # brings FSDP2 back to its shards
-            state_dict: StateDict = self.lightning_module.state_dict()
-            return state_dict
-        stock: StateDict = _stock(self).lightning_module_state_dict()
-        return stock
+            state_dict = self.lightning_module.state_dict()
+        else:
+            state_dict = _stock(self).lightning_module_state_dict()
+        self.dist_ckpt_binding.state_dict = dict(state_dict)
+        return state_dict
 
     def optimizer_state(self: Any, optimizer: Any) -> StateDict:
         """Return a stand-in: the state itself is stored from the live optimizer."""
@@ -183,7 +185,8 @@ class _Overrides:
         target = checked_target(self.broadcast(str(filepath)), storage_options)
         # What hooks did, often on rank 0 only; what this raises on one rank is raised on all.
         comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
-        edits = functools.cache(lambda: _edits(self, checkpoint))
+        given, binding.state_dict = binding.state_dict, {}
+        edits = functools.cache(lambda: _edits(self, checkpoint, given))
         if self.is_global_zero:
             sweep_once(target.parent, binding.swept, binding.io.config.sweep_after_secs)
         first = comm.map_reduce(
@@ -286,7 +289,11 @@ class _Overrides:
         if not binding.restores:
             _stock(self).load_model_state_dict(checkpoint, strict=strict)
         elif self.restore_checkpoint_after_setup:
-            fill_sharded(self.model, checkpoint["state_dict"], strict=strict)
+            state_dict = checkpoint["state_dict"]
+            if isinstance(state_dict, StoredModel):
+                state_dict.view.load_model(0, self.model, strict=strict, values=state_dict.entries)
+            else:
+                load_whole_model(self.model, state_dict, strict=strict)
         else:
             module = self.lightning_module
             values = named_as_in(module, checkpoint["state_dict"])
@@ -346,20 +353,20 @@ class _Edits:
     """What hooks left in this rank's dict.
 
     Attributes:
-        values: Of the model.
+        state_dict: Of the model, if a hook has changed it.
         has_optimizers: Whether optimizers are to be stored.
     """
 
-    values: ModelValues
+    state_dict: Mapping[str, Any] | None
     has_optimizers: bool
 
     @property
     def summary(self) -> tuple[bool, bool]:
-        """Whether there are tensors in place of the model's own, and whether optimizers."""
-        return self.values.tensors is not None, self.has_optimizers
+        """Whether there is a state dict in place of the model's own, and whether optimizers."""
+        return self.state_dict is not None, self.has_optimizers
 
 
-def _edits(strategy: Any, checkpoint: Mapping[str, Any]) -> _Edits:
+def _edits(strategy: Any, checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> _Edits:
     states = checkpoint.get("optimizer_states") or []
     if states and not _are_live(states, strategy.optimizers):
         raise ConfigError(
@@ -367,8 +374,10 @@ def _edits(strategy: Any, checkpoint: Mapping[str, Any]) -> _Edits:
             "stored from the live objects.",
             hint="leave the list alone, or empty it to store no optimizer.",
         )
+    now = checkpoint["state_dict"]
+    is_given = now.keys() == given.keys() and all(now[name] is given[name] for name in now)
     return _Edits(
-        values=model_values(checkpoint["state_dict"], model_layout(strategy.model)),
+        state_dict=None if is_given else now,
         # Where a module configures none, Lightning has a stand-in without groups.
         has_optimizers=any(one.param_groups for one in strategy.optimizers) and bool(states),
     )
@@ -383,13 +392,15 @@ def _training_state(
     only_rank_0: bool,
 ) -> TrainingState:
     is_edited, has_optimizers = agreed
-    tensors = edits.values.tensors
+    state_dict = edits.state_dict
+    if is_edited and state_dict is None:  # a hook on another rank has edited its own
+        state_dict = checkpoint["state_dict"]
     if only_rank_0 and is_edited and not strategy.is_global_zero:
-        tensors = {}
+        state_dict = {}
     return TrainingState(
         models=[strategy.model],
         optimizers=strategy.optimizers if has_optimizers else [],
-        common=common_of(checkpoint, edits.values.extra)
+        common=common_of(checkpoint)
         | (
             {"no_optimizers": True}
             if "optimizer_states" in checkpoint and not has_optimizers
@@ -397,7 +408,7 @@ def _training_state(
         ),
         framework=FRAMEWORK,
         replicas="differ" if only_rank_0 and is_edited else None,
-        model_values={0: tensors} if is_edited and tensors is not None else {},
+        model_values={0: state_dict} if is_edited and state_dict is not None else {},
     )
 
 
@@ -426,15 +437,16 @@ def _open(strategy: Any, path: Path, *, weights_only: bool | None) -> dict[str, 
     checkpoint = lightning_dict(
         common, version=_version(trainer), fit_loop=trainer.fit_loop.state_dict()
     )
-    extra = checkpoint.pop(EXTRA, view.extra_state(0))
+    extra = checkpoint.pop(EXTRA, {})
     if strategy.restore_checkpoint_after_setup:
-        checkpoint["state_dict"] = StoredModel(view, path, options=options, extra=extra)
+        checkpoint["state_dict"] = StoredModel(view, extra=extra)
     else:
         whole = functools.cache(lambda: view.full_model(0))
         comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
         # What cannot be read on one rank is raised on all.
         comm.map_reduce(f"reading {path}", lambda: whole() is None, lambda _: None)
-        checkpoint["state_dict"] = whole() | extra
+        checkpoint["state_dict"] = whole()
+        checkpoint["state_dict"].update(extra)
     count = view.num_optimizers
     if count or common.get("no_optimizers"):
         checkpoint["optimizer_states"] = [

@@ -12,12 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_ckpt.derive import ModelLayout, TensorLayout, load_optimizer_state, model_layout
+from dist_ckpt.derive import (
+    ModelLayout,
+    TensorLayout,
+    copy_box,
+    load_optimizer_state,
+    model_layout,
+)
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.mapping import ShardedTensor
 from lightning_dist_ckpt._document import canonical_name
 
-__all__ = ["copy_box", "load_whole_optimizer"]
+__all__ = ["load_whole_optimizer"]
 
 
 def load_whole_optimizer(optimizer: Any, model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -51,19 +57,6 @@ def load_whole_optimizer(optimizer: Any, model: nn.Module, state: Mapping[str, A
         ],
     }
     load_optimizer_state(optimizer, [layout], loaded)
-
-
-def copy_box(shard: ShardedTensor, whole: torch.Tensor) -> None:
-    """Copy from a whole tensor the box that ``shard`` describes, into its data."""
-    slices = tuple(
-        slice(start, start + size)
-        for start, size in zip(shard.global_offset, shard.local_shape, strict=True)
-    )
-    box = whole[slices]
-    if shard.flattened_range is not None:
-        box = box.reshape(-1)[shard.flattened_range]
-    if shard.data is not None and box.numel():
-        shard.data.copy_(box)
 
 
 def _names(optimizer: Any, layout: ModelLayout) -> list[str]:

@@ -114,7 +114,8 @@ def whole_checkpoint(path: Path, options: LoadOptions, *, optimizers: bool = Tru
         return direct
     common = view.common
     whole = dict(common.get("lightning", {"global_step": common.get("step", 0), "epoch": 0}))
-    whole["state_dict"] = view.full_model(0) | whole.pop(EXTRA, {})
+    whole["state_dict"] = view.full_model(0)
+    whole["state_dict"].update(whole.pop(EXTRA, {}))
     if optimizers and view.num_optimizers:
         whole["optimizer_states"] = _optimizer_states(path, options)
     elif optimizers and common.get("no_optimizers"):

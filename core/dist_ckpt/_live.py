@@ -22,11 +22,21 @@ from torch.distributed.tensor import DTensor
 
 from dist_ckpt._planning.table import LocalShards, local_shards
 from dist_ckpt._state import SaveParts, split_for_save
-from dist_ckpt.derive import model_layout, sharded_model_state, sharded_optimizer_state
+from dist_ckpt.derive import ModelLayout, model_layout, sharded_optimizer_state
+from dist_ckpt.derive.ddp import current_rank
+from dist_ckpt.derive.document import model_document
+from dist_ckpt.derive.model import is_odd
+from dist_ckpt.derive.protocol import (
+    Entries,
+    given_entries,
+    model_state,
+    own_entries,
+    speaks_for_part,
+)
 from dist_ckpt.derive.slots import unwrap_optimizer
 from dist_ckpt.derive.state_spec import find_state_spec
 from dist_ckpt.derive.steady import steady_keys
-from dist_ckpt.derive.values import sharded_values
+from dist_ckpt.derive.values import is_plain_tensor, stored_state
 from dist_ckpt.types import ShardedStateDict, StateDict
 
 __all__ = ["Live", "LiveDescriptions", "LiveObjects"]
@@ -58,7 +68,8 @@ class Live:
             states, without the optimizers' groups.
         shards: The tensors as boxes with data, in their order.
         rests: For each optimizer how to get what else is in its state dict.
-        tied: For each model, other name to first name.
+        layouts: Of each model.
+        documents: Of each model, see ``derive.document``.
         steady: Keys of what only an optimizer's step changes.
         memo: What others have made of the shards, and may take again; it goes when this goes.
     """
@@ -66,7 +77,8 @@ class Live:
     parts: SaveParts
     shards: LocalShards
     rests: tuple[_Rest, ...]
-    tied: tuple[Mapping[str, str], ...]
+    layouts: tuple[ModelLayout, ...]
+    documents: tuple[StateDict, ...]
     steady: frozenset[str]
     memo: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -95,44 +107,60 @@ class LiveDescriptions:
         self._live: Live | None = None
         self._rest: list[weakref.ref[Any]] = []
 
-    def describe(self, objects: LiveObjects) -> tuple[Live, list[StateDict]]:
-        """Return the description, and for each optimizer what is not of its parameters' states.
+    def describe(self, objects: LiveObjects) -> tuple[Live, list[StateDict], list[StateDict]]:
+        """Return the description and what is stored beside it, now.
+
+        Returns:
+            The description; of each optimizer what is not of its parameters' states; of each model
+            its document.
 
         Raises:
             InvalidShardingError: Something cannot be described.
         """
+        entries = [
+            own_entries(model)
+            if objects.model_values.get(i) is None
+            else given_entries(objects.model_values[i])
+            for i, model in enumerate(objects.models)
+        ]
         try:
-            signature = _signature(objects)
+            signature = _signature(objects, entries)
         except _Unfamiliar:
             self.forget()
-            return _described(objects)
+            return _described(objects, entries)
         if self._live is not None and signature == self._signature:
             rests = zip(self._live.rests, objects.optimizers, strict=True)
-            return self._live, [rest.of(unwrap_optimizer(optimizer)) for rest, optimizer in rests]
+            documents = [
+                document if of_model is None else _stored(objects, i, layout, of_model)[1]
+                for i, (document, layout, of_model) in enumerate(
+                    zip(self._live.documents, self._live.layouts, entries, strict=True)
+                )
+            ]
+            optimizers = [rest.of(unwrap_optimizer(optimizer)) for rest, optimizer in rests]
+            return self._live, optimizers, documents
         self.forget()
-        live, rests_now = _described(objects)
+        live, optimizers, documents = _described(objects, entries)
         if not live.parts.objects:  # values of objects change without a sign
             self._signature, self._live = signature, live
             # Who lets go of a model or an optimizer gets its memory back.
             held = (*objects.models, *map(unwrap_optimizer, objects.optimizers))
             self._rest = [weakref.ref(one, lambda _: self.forget()) for one in held]
-        return live, rests_now
+        return live, optimizers, documents
 
     def forget(self) -> None:
         """Remember nothing; the memory of the tensors is not held any more."""
         self._signature, self._live, self._rest = [], None, []
 
 
-def _described(objects: LiveObjects) -> tuple[Live, list[StateDict]]:
+def _described(
+    objects: LiveObjects, entries: Sequence[Entries | None]
+) -> tuple[Live, list[StateDict], list[StateDict]]:
     layouts = [model_layout(model, replicas=objects.replicas) for model in objects.models]
-    models: ShardedStateDict = {}
-    for i, layout in enumerate(layouts):
-        values, prefix = objects.model_values.get(i), f"models.{i}."
-        models[str(i)] = (
-            sharded_model_state(layout, prefix=prefix)
-            if values is None
-            else sharded_values(values, layout, prefix=prefix)
-        )
+    stored = [
+        _stored(objects, i, layout, of_model)
+        for i, (layout, of_model) in enumerate(zip(layouts, entries, strict=True))
+    ]
+    models = {str(i): tensors for i, (tensors, _) in enumerate(stored)}
     trees = [
         sharded_optimizer_state(optimizer, layouts, prefix=f"optimizers.{j}.")
         for j, optimizer in enumerate(objects.optimizers)
@@ -140,19 +168,34 @@ def _described(objects: LiveObjects) -> tuple[Live, list[StateDict]]:
     states = {str(j): {"state": tree["state"]} for j, tree in enumerate(trees)}
     parts = split_for_save({"models": models, "optimizers": states})
     own = {i: one for i, one in enumerate(layouts) if objects.model_values.get(i) is None}
+    documents = [document for _, document in stored]
     live = Live(
         parts=parts,
         shards=local_shards(parts.tensors),
         rests=tuple(
             _Rest(tuple(tuple(group["params"]) for group in tree["param_groups"])) for tree in trees
         ),
-        tied=tuple(dict(layout.tied) for layout in layouts),
+        layouts=tuple(layouts),
+        documents=tuple(documents),
         steady=steady_keys(own, objects.optimizers, trees),
     )
-    return live, [{key: value for key, value in tree.items() if key != "state"} for tree in trees]
+    rests = [{key: value for key, value in tree.items() if key != "state"} for tree in trees]
+    return live, rests, documents
 
 
-def _signature(objects: LiveObjects) -> _Signature:
+def _stored(
+    objects: LiveObjects, i: int, layout: ModelLayout, entries: Entries | None
+) -> tuple[ShardedStateDict, StateDict]:
+    """Return the tensors of model ``i``, and its document."""
+    model = objects.models[i]
+    state = model_state(model, layout, entries)
+    rank, _ = current_rank()
+    speaks = rank == 0 or speaks_for_part(model, equal=objects.replicas == "equal")
+    stored = stored_state(state, layout, prefix=f"models.{i}.", speaks=speaks)
+    return stored.tensors, model_document(state, stored) if speaks else {}
+
+
+def _signature(objects: LiveObjects, entries: Sequence[Entries | None]) -> _Signature:
     """Return all that a description depends on, cheaply: this is done at every save.
 
     Column by column, so that what is done for each tensor is done by the interpreter's own loops.
@@ -160,13 +203,17 @@ def _signature(objects: LiveObjects) -> _Signature:
     Raises:
         _Unfamiliar: It depends on something else, too.
     """
-    if any(values is not None for values in objects.model_values.values()):
-        raise _Unfamiliar
     found: _Signature = [objects.replicas]
     tensors: list[Any] = []
     for model in objects.models:
         found.append("model")
         _add_model(found, tensors, model)
+    if any(of_model is not None for of_model in entries):
+        tensors = [None if one is None or is_odd(one) else one for one in tensors]
+    for of_model in entries:
+        if of_model is not None:
+            found += ("entries", *of_model.values)
+            tensors += map(_as_tensor, of_model.values.values())
     for optimizer in objects.optimizers:
         found.append("optimizer")
         _add_optimizer(found, tensors, unwrap_optimizer(optimizer))
@@ -196,6 +243,11 @@ def _add_model(found: _Signature, tensors: list[Any], model: nn.Module) -> None:
         if buffers:
             found += ("buffers", *buffers, frozenset(held["_non_persistent_buffers_set"]))
             tensors += buffers.values()
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """Return an entry that is stored as a tensor; None for others, whose values are read anew."""
+    return value if is_plain_tensor(value) else None
 
 
 def _add_optimizer(found: _Signature, tensors: list[Any], optimizer: Any) -> None:

@@ -102,15 +102,9 @@ def find_prefixes(own: Collection[str], stored: Collection[str]) -> Prefixes | N
 def rename(
     contents: CheckpointContents, tree: StateDict, i: int, name: Callable[[str], str]
 ) -> tuple[CheckpointContents, StateDict]:
-    """Return contents and common part with the names of model ``i`` changed by ``name``."""
+    """Return contents and optimizers' values with the names of model ``i`` changed by ``name``."""
     index = renamed_index(contents.index, lambda key: _renamed_key(key, i, name))
     changed = dict(tree)
-    for section in ("tied", "extra_state"):
-        part = dict(tree.get(section, {}))
-        part[str(i)] = {
-            name(k): name(v) if section == "tied" else v for k, v in part.get(str(i), {}).items()
-        }
-        changed[section] = part
     changed["optimizers"] = {
         j: _renamed_optimizer(saved, f"{i}.", name)
         for j, saved in tree.get("optimizers", {}).items()

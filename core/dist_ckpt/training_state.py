@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import torch
 
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._dcp_names import Roots, adopt, find_roots, group_flat, is_flat, values_beside
 from dist_ckpt._engine.commit import forget_aside, remove_tree
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._formats.native import new_format
-from dist_ckpt._live import Live, LiveObjects
+from dist_ckpt._live import LiveObjects
 from dist_ckpt._loading import (
     LoadRequest,
     read_common,
@@ -43,12 +41,14 @@ from dist_ckpt.derive import (
     model_layout,
     optimizer_template,
 )
+from dist_ckpt.derive.document import ModelDocument, read_documents, read_early_sections
+from dist_ckpt.derive.model import bare_module, without_wrappers
+from dist_ckpt.derive.protocol_load import STORED, merge_reports, plan_load
 from dist_ckpt.derive.slots import optimizer_slots, unwrap_optimizer
-from dist_ckpt.derive.values import fill_shared
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
-from dist_ckpt.mapping import ShardedObject
+from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path, path_to_tell
-from dist_ckpt.validation import StrictPolicy, shortened
+from dist_ckpt.validation import StrictPolicy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
 
 __all__ = [
+    "STORED",
     "CheckpointView",
     "SaveMemory",
     "TrainingState",
@@ -72,6 +73,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _PER_RANK = "per_rank"
+_MODEL_STATE = "model_state"
+"""Models' documents: rank 0's in the common part, other ranks' as objects with their rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,7 @@ class TrainingState:
         per_rank: This rank's own values (random state, samplers); stored for each rank.
         framework: Who saves: ``lightning``, ``accelerate``, ...
         replicas: Whether plain parameters are equal on all ranks, see ``derive.model_layout``.
-        model_values: For model i, tensors to store by name in place of the module's own; None or
+        model_values: For model i, a state dict to store in place of the module's own; None or
             absent to store the module's.
     """
 
@@ -133,7 +136,7 @@ def save_training_state(
     def build() -> SaveRequest:
         checked_path(checkpoint_dir)  # what is no path on one rank is told to all
         given = state if isinstance(state, TrainingState) else state()
-        live, rests = descriptions.describe(
+        live, rests, documents = descriptions.describe(
             LiveObjects(
                 models=given.models,
                 optimizers=given.optimizers,
@@ -141,7 +144,7 @@ def save_training_state(
                 model_values=given.model_values,
             )
         )
-        tree, fmt = _tree(given, live, rests, comm), new_format(*options.format)
+        tree, fmt = _tree(given, rests, documents, comm), new_format(*options.format)
         return SaveRequest(state_dict=tree, format=fmt, live=live)
 
     target, coverage = path_to_tell(checkpoint_dir), options.verify_sharding
@@ -155,38 +158,27 @@ def save_training_state(
 
 
 def _tree(
-    state: TrainingState, live: Live, rests: Sequence[StateDict], comm: Communicator
+    state: TrainingState,
+    rests: Sequence[StateDict],
+    documents: Sequence[StateDict],
+    comm: Communicator,
 ) -> ShardedStateDict:
     """Return what is stored beside the tensors of live models and optimizers."""
+    told = {str(i): document for i, document in enumerate(documents) if document}
     tree: ShardedStateDict = {
         "dist_ckpt": {"framework": state.framework, "world_size": comm.size},
-        "tied": {str(i): dict(tied) for i, tied in enumerate(live.tied)},
-        "extra_state": {
-            str(i): {name: module.get_extra_state() for name, module in _with_extra_state(model)}
-            for i, model in enumerate(state.models)
-        },
+        _MODEL_STATE: told,
         "optimizers": {str(j): rest for j, rest in enumerate(rests)},
         "common": state.common,
     }
+    if comm.rank != 0 and told:  # of rank 0 it is in the common part
+        key = f"{_MODEL_STATE}.{comm.rank}"
+        tree[_MODEL_STATE] = {str(comm.rank): ShardedObject(key, told, (1,), (0,))}
     if state.per_rank is not None:
         tree[_PER_RANK] = {
             str(comm.rank): ShardedObject(_PER_RANK, state.per_rank, (comm.size,), (comm.rank,))
         }
     return tree
-
-
-def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    base = torch.nn.Module.get_extra_state
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not base:
-            wrappers = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-            yield ".".join(part for part in name.split(".") if part not in wrappers), module
-
-
-def _set_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    for name, module in _with_extra_state(model):
-        if name in extra:
-            module.set_extra_state(extra[name])
 
 
 class CheckpointView:
@@ -203,13 +195,14 @@ class CheckpointView:
         options: LoadOptions,
     ) -> None:
         """Hold what was opened; use ``open``."""
-        sections = ("common", "dist_ckpt", "extra_state", "optimizers", "tied")
+        sections = ("common", "dist_ckpt", "extra_state", _MODEL_STATE, "optimizers", "tied")
         if not all(isinstance(common.get(name, {}), dict) for name in sections):
             raise CorruptedCheckpointError(f"{contents.directory}: {sections} must be dicts.")
         self._contents, self._tree, self._comm, self._options = contents, common, comm, options
         self._stored = stored_keys(contents)
         self._foreign: tuple[CheckpointContents, StateDict] | None = None
         self._roots: Roots | None = None
+        self._documents: dict[int, ModelDocument] = {}
 
     @classmethod
     def open(
@@ -265,44 +258,85 @@ class CheckpointView:
         return max(_count(self._stored, "optimizers."), len(self._tree.get("optimizers", {})))
 
     def model_names(self, i: int) -> list[str]:
-        """Return the names of all tensors of model ``i``, tied ones too. Not collective."""
+        """Return the names of all entries of model ``i``, in the stored order. Not collective."""
+        document = self._document(i)
         prefix = f"models.{i}."
-        names = [key.removeprefix(prefix) for key in self._stored if key.startswith(prefix)]
-        return sorted({*names, *self._tied(i)})
+        found = dict.fromkeys(document.names)
+        found |= dict.fromkeys(
+            sorted(key.removeprefix(prefix) for key in self._stored if key.startswith(prefix))
+        )
+        return [*found, *(name for name in (*document.tied, *document.values) if name not in found)]
 
-    def load_model(self, i: int, model: nn.Module, *, strict: bool = True) -> None:
-        """Fill a model's parameters and buffers in place; each rank reads only what it holds.
+    def load_model(
+        self,
+        i: int,
+        model: nn.Module,
+        *,
+        strict: bool = True,
+        values: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load a model as ``load_state_dict`` does; each rank reads only what it holds.
+
+        Parameters and buffers of modules that leave PyTorch's protocol alone are filled in place. A
+        module with load hooks, or a ``_load_from_state_dict`` of its own, gets its entries (and
+        those below it) in new tensors and loads them itself, with the metadata they were stored
+        with.
 
         Args:
             i: Which model of the checkpoint.
             model: The live module, in the layout it trains in.
             strict: Whether names that only one side has are an error; else they are skipped.
+            values: A state dict to load in place of the stored one: ``STORED`` stands for an entry
+                of the checkpoint, anything else is the entry; tensors are whole.
 
         Raises:
-            MismatchError: Names, shapes or dtypes do not agree.
+            MismatchError: Names, shapes or dtypes do not agree, or a module could not load its
+                entries.
         """
-        prefix = f"models.{i}."
         self._align(i, model)
+        document = self._document(i)
+        plan = functools.cache(lambda: plan_load(model, self._given(i, values), document.metadata))
+
+        def build() -> LoadRequest:
+            return LoadRequest(state_dict={"models": {str(i): plan().request(self._wanted(i))}})
+
         result = run_load(
-            lambda: LoadRequest(state_dict={"models": {str(i): self._model_request(i, model)}}),
+            build,
             self._contents,
             self._comm,
             self._options,
-            StrictPolicy(reaction="raise" if strict else "ignore", check_missing=False),
+            StrictPolicy(reaction="raise", check_missing=False),
             check_coverage=False,
             common={},
         )
-        self._comm.map_reduce(
+        report = self._comm.map_reduce(
             f"filling model {i}",
-            lambda: fill_shared(model_layout(model), result.state_dict["models"][str(i)]),
-            lambda _: None,
+            lambda: plan().fill(result.state_dict["models"].get(str(i), {})),
+            merge_reports,
         )
-        if strict:
-            self._check_all_taken(i, model, prefix)
-        extra = self._tree.get("extra_state", {}).get(str(i), {})
-        if extra:  # the same on all ranks
-            phase = f"restoring extra state of model {i}"
-            self._comm.map_reduce(phase, lambda: _set_extra_state(model, extra), lambda _: None)
+        if strict and (report.missing or report.unexpected):
+            raise MismatchError(
+                f"{self._contents.directory}: {report.describe(bare_module(model))}",
+                hint="strict=False skips what only one side has.",
+            )
+
+    def _given(self, i: int, values: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Return the state dict to load, by canonical names."""
+        if values is not None:
+            return {without_wrappers(name): value for name, value in values.items()}
+        document, stored = self._document(i), self._wanted(i)
+        names = (name for name in self.model_names(i) if stored(name) or name in document.values)
+        return dict.fromkeys(names, STORED) | dict(document.values)
+
+    def _wanted(self, i: int) -> Callable[[str], ShardedTensor | None]:
+        """Return what tells of an entry's name how it is stored, if it is a tensor."""
+        prefix, tied = f"models.{i}.", self._document(i).tied
+
+        def stored(name: str) -> ShardedTensor | None:
+            found = self._stored.get(f"{prefix}{tied.get(name, name)}")
+            return found if isinstance(found, ShardedTensor) else None
+
+        return stored
 
     def _adopt(self, own: frozenset[str]) -> None:
         """See what torch's DCP wrote under our keys, for a model of these names. Collective.
@@ -322,6 +356,7 @@ class CheckpointView:
                 beside = dict(zip(keys, values, strict=True))
                 self._contents, self._tree = adopt(contents, common, with_names, beside)
                 self._stored, self._roots = stored_keys(self._contents), with_names
+                self._documents = {}
 
         phase = f"finding the model in {contents.directory}"
         self._comm.map_reduce(phase, adopted, lambda _: None)
@@ -348,64 +383,23 @@ class CheckpointView:
             "%s: model %d is stored with names %r..., in this job they are %r...; renamed.",
             self._contents.directory, i, prefixes.stored, prefixes.own,
         )  # fmt: skip
+        document = self._document(i)
         self._contents, self._tree = rename(self._contents, self._tree, i, prefixes)
+        self._documents[i] = document.renamed(prefixes)
         self._stored = stored_keys(self._contents)
 
-    def _model_request(self, i: int, model: nn.Module) -> ShardedStateDict:
-        layout = model_layout(model)
-        tied = self._tied(i)
-        if tied != dict(layout.tied) and self._contents.common is not None:
-            warnings.warn(
-                f"{self._contents.directory}: tied tensors are {tied} in the checkpoint and "
-                f"{dict(layout.tied)} in the model.",
-                stacklevel=2,
-            )
-        prefix = f"models.{i}."
-        request: ShardedStateDict = {}
-        others: dict[str, list[str]] = {}
-        for other, first in layout.tied.items():
-            others.setdefault(first, []).append(other)
-        for name, item in layout.tensors.items():
-            # What is tied here may have been stored under any of its names, and what is not tied
-            # here may have been tied when it was saved.
-            names = [name, *others.get(name, ())]
-            keys = [f"{prefix}{tied.get(one, one)}" for one in names]
-            key = next((key for key in keys if key in self._stored), keys[0])
-            request[name] = item.layout.shard(key, item.local)
-        return request
+    def full_model(self, i: int) -> OrderedDict[str, Any]:
+        """Return the whole state dict of model ``i`` on the CPU. Not collective.
 
-    def _check_all_taken(self, i: int, model: nn.Module, prefix: str) -> None:
-        """Raise if no rank has a tensor that the checkpoint has."""
-        layout = model_layout(model)
-        names = self._comm.map_reduce(
-            "comparing names",
-            lambda: frozenset({*layout.tensors, *layout.tied}),
-            lambda found: frozenset[str]().union(*found),
-        )
-        stored = {key.removeprefix(prefix) for key in self._stored if key.startswith(prefix)}
-        tied = self._tied(i)
-        taken = {tied.get(name, name) for name in names} | names
-        rest = sorted(stored - taken)
-        if rest:
-            raise MismatchError(
-                f"{self._contents.directory}: the model has no {shortened(rest)}.",
-                hint="strict=False skips what only one side has.",
-            )
-
-    def full_model(self, i: int) -> dict[str, torch.Tensor]:
-        """Return model ``i`` as whole CPU tensors by name, tied names too. Not collective."""
-        prefix = f"models.{i}."
+        Names stand in the stored order, tied ones too; ``_metadata`` is what modules noted.
+        """
+        prefix, document = f"models.{i}.", self._document(i)
         keys = [key for key in self._stored if key.startswith(prefix)]
         tensors = read_whole(self._contents, keys, self._options)
         check_unchanged(self._contents)
         full = {key.removeprefix(prefix): t for key, t in zip(keys, tensors, strict=True)}
-        full |= {other: full[first] for other, first in self._tied(i).items() if first in full}
-        return full
-
-    def extra_state(self, i: int) -> StateDict:
-        """Return what ``get_extra_state`` gave, by its name in a state dict. Not collective."""
-        saved: StateDict = self._tree.get("extra_state", {}).get(str(i), {})
-        return {f"{name}._extra_state".removeprefix("."): one for name, one in saved.items()}
+        full |= {other: full[first] for other, first in document.tied.items() if first in full}
+        return document.as_state_dict(full | dict(document.values))
 
     def load_optimizer(self, j: int, optimizer: Any, models: Sequence[nn.Module]) -> None:
         """Fill an optimizer, through its own ``load_state_dict``.
@@ -464,13 +458,38 @@ class CheckpointView:
         if rank >= size:
             return None
         one = ShardedObject(_PER_RANK, None, (size,), (rank,))
+        return self._read_object(one)
+
+    def _document(self, i: int) -> ModelDocument:
+        """Return what the checkpoint keeps of model ``i`` beside tensors."""
+        if i not in self._documents:
+            documents = [self._tree.get(_MODEL_STATE, {})]
+            documents += [self._read_object(one) for one in self._others_documents()]
+            found = [one[str(i)] for one in documents if str(i) in one]
+            self._documents[i] = (
+                read_documents(found, where=str(self._contents.directory))
+                if found
+                else read_early_sections(
+                    self._tree.get("tied", {}).get(str(i), {}),
+                    self._tree.get("extra_state", {}).get(str(i), {}),
+                )
+            )
+        return self._documents[i]
+
+    def _others_documents(self) -> list[ShardedObject]:
+        """Return the objects in which ranks other than 0 tell of their models, by rank."""
+        start = f"{_MODEL_STATE}."
+        ranks = {
+            int(one.key.removeprefix(start))
+            for one in self._stored.values()
+            if one.key.startswith(start) and one.key.removeprefix(start).isdigit()
+        }
+        return [ShardedObject(f"{start}{rank}", None, (1,), (0,)) for rank in sorted(ranks)]
+
+    def _read_object(self, one: ShardedObject) -> Any:
         value = read_object(one, self._contents, self._options)
         check_unchanged(self._contents)
         return value
-
-    def _tied(self, i: int) -> dict[str, str]:
-        tied: dict[str, str] = self._tree.get("tied", {}).get(str(i), {})
-        return tied
 
 
 def _members(optimizer: Any, layouts: Sequence[ModelLayout]) -> list[list[str]]:

@@ -72,7 +72,7 @@ def same(one: Live, other: Live) -> bool:
         [shard.info for shard in one.shards] == [shard.info for shard in other.shards]
         and all(a.view.data_ptr() == b.view.data_ptr() for a, b in shards)  # type: ignore[union-attr]  # have data
         and one.parts.common == other.parts.common
-        and one.tied == other.tied
+        and one.documents == other.documents
         and one.steady == other.steady
     )
 
@@ -82,12 +82,12 @@ def test_taken_again_while_training_goes_on() -> None:
     model, optimizer = made()
     descriptions = LiveDescriptions()
 
-    first, _ = descriptions.describe(objects(model, optimizer))
+    first, *_ = descriptions.describe(objects(model, optimizer))
     step(model, optimizer)
-    second, rests = descriptions.describe(objects(model, optimizer))
+    second, rests, _ = descriptions.describe(objects(model, optimizer))
 
     assert second is first
-    assert rests == _described(objects(model, optimizer))[1]
+    assert rests == _described(objects(model, optimizer), [None])[1]
 
 
 def test_groups_are_those_of_now() -> None:
@@ -97,7 +97,7 @@ def test_groups_are_those_of_now() -> None:
     descriptions.describe(objects(model, optimizer))
     optimizer.param_groups[0]["lr"] = 0.7
 
-    _, (rest,) = descriptions.describe(objects(model, optimizer))
+    _, (rest,), _ = descriptions.describe(objects(model, optimizer))
 
     assert rest["param_groups"][0]["lr"] == 0.7
 
@@ -231,12 +231,12 @@ def test_what_is_new_is_noticed(change: Callable[[Net, Any], None]) -> None:
     """After a change the description is the one that would be made from nothing."""
     model, optimizer = made()
     descriptions = LiveDescriptions()
-    before, _ = descriptions.describe(objects(model, optimizer))
+    before, *_ = descriptions.describe(objects(model, optimizer))
     change(model, optimizer)
 
-    after, rests = descriptions.describe(objects(model, optimizer))
+    after, rests, _ = descriptions.describe(objects(model, optimizer))
 
-    fresh, fresh_rests = _described(objects(model, optimizer))
+    fresh, fresh_rests, _ = _described(objects(model, optimizer), [None])
     assert after is not before
     assert same(after, fresh)
     assert rests == fresh_rests
@@ -249,7 +249,7 @@ def test_another_shape_of_the_same_memory_is_noticed() -> None:
     descriptions.describe(objects(model))
     transposed(model, None)
 
-    after, _ = descriptions.describe(objects(model))
+    after, *_ = descriptions.describe(objects(model))
 
     assert {s.info.global_shape for s in after.shards if s.info.key == "models.0.first.weight"} == {
         (3, 4)
@@ -272,13 +272,13 @@ def test_numbers_in_a_state_are_never_remembered() -> None:
     """They change without a sign that could be seen."""
     model, optimizer = made(Counting)
     descriptions = LiveDescriptions()
-    first, _ = descriptions.describe(objects(model, optimizer))
+    first, *_ = descriptions.describe(objects(model, optimizer))
     step(model, optimizer)
 
-    second, _ = descriptions.describe(objects(model, optimizer))
+    second, *_ = descriptions.describe(objects(model, optimizer))
 
     assert first.parts.common != second.parts.common
-    assert same(second, _described(objects(model, optimizer))[0])
+    assert same(second, _described(objects(model, optimizer), [None])[0])
 
 
 def test_a_local_tensor_of_a_sharded_one_is_looked_at() -> None:
@@ -288,14 +288,14 @@ def test_a_local_tensor_of_a_sharded_one_is_looked_at() -> None:
         model = nn.Linear(4, 4)
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
         descriptions = LiveDescriptions()
-        first, _ = descriptions.describe(objects(model))
+        first, *_ = descriptions.describe(objects(model))
         assert descriptions.describe(objects(model))[0] is first
 
         local = model.weight._local_tensor
         model.weight._local_tensor = local.clone()
-        second, _ = descriptions.describe(objects(model))
+        second, *_ = descriptions.describe(objects(model))
         model.weight._spec = distribute_tensor(torch.zeros(4, 4), mesh, [Replicate()])._spec
-        third, _ = descriptions.describe(objects(model))
+        third, *_ = descriptions.describe(objects(model))
 
     assert first is not second
     assert second is not third
@@ -310,7 +310,7 @@ def test_state_of_what_is_no_parameter_is_never_remembered() -> None:
     optimizer.state[torch.ones(2)] = {"more": torch.ones(2)}
 
     with pytest.raises(_Unfamiliar):
-        _signature(objects(model, optimizer))
+        _signature(objects(model, optimizer), [None])
     assert descriptions._live is None
 
 
@@ -318,10 +318,10 @@ def test_values_of_hooks_are_never_remembered() -> None:
     """Tensors that are given in place of a model's own are described as they come."""
     model, _ = made()
     descriptions = LiveDescriptions()
-    first, _ = descriptions.describe(objects(model))
+    first, *_ = descriptions.describe(objects(model))
     values = {0: {"first.weight": torch.full((4, 3), 7.0)}}
 
-    second, _ = descriptions.describe(objects(model, model_values=values))
+    second, *_ = descriptions.describe(objects(model, model_values=values))
 
     assert len(first.shards) > len(second.shards) == 1
 
@@ -330,7 +330,7 @@ def test_nothing_is_held_when_the_model_is_gone() -> None:
     """The memory of a model that nobody has any more is free."""
     model, optimizer = made()
     descriptions = LiveDescriptions()
-    live, _ = descriptions.describe(objects(model, optimizer))
+    live, *_ = descriptions.describe(objects(model, optimizer))
     storage = weakref.ref(model.first.weight)
     watched = weakref.ref(live.shards[0].view)  # type: ignore[arg-type]  # has data
     del model, optimizer, live

@@ -182,6 +182,8 @@ class Encoder:
             return self._fail("is a tensor on the meta device, which has no data")
         if value.layout is torch.sparse_coo:
             return {"$sparse": self.value(_sparse_parts(value.detach()))}
+        if value.is_quantized and (parts := _quantized_parts(value.detach())) is not None:
+            return {"$quantized": self.value(parts)}
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             return self._pickle(value.detach())
         if id(value) not in self._numbers:
@@ -201,3 +203,15 @@ class Encoder:
 
 def _sparse_parts(value: torch.Tensor) -> list[Any]:
     return [value._indices(), value._values(), list(value.shape), value.is_coalesced()]  # noqa: SLF001 - indices() refuses what is not coalesced
+
+
+def _quantized_parts(value: torch.Tensor) -> list[Any] | None:
+    """Return integers, scale, zero point and axis; None for kinds that are packed otherwise."""
+    if value.dtype not in {torch.qint8, torch.quint8, torch.qint32}:
+        return None
+    if value.qscheme() is torch.per_tensor_affine:
+        return [value.int_repr(), value.q_scale(), value.q_zero_point(), None]
+    if value.qscheme() in {torch.per_channel_affine, torch.per_channel_affine_float_qparams}:
+        channels = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+        return [value.int_repr(), *channels, value.q_per_channel_axis()]
+    return None

@@ -106,6 +106,34 @@ def _load_sparse(payload: list[Any]) -> torch.Tensor:
     )
 
 
+_QUANTIZED_AS: Final = {
+    torch.int8: torch.qint8,
+    torch.uint8: torch.quint8,
+    torch.int32: torch.qint32,
+}
+
+
+def _load_quantized(payload: list[Any]) -> torch.Tensor:
+    integers, scale, zero_point, axis = payload
+    if not isinstance(integers, torch.Tensor) or integers.dtype not in _QUANTIZED_AS:
+        raise TypeError("expected a tensor of int8, uint8 or int32")
+    if axis is None:
+        if type(scale) is not float or type(zero_point) is not int:
+            raise TypeError("expected a float scale and an integer zero point")
+        return torch._make_per_tensor_quantized_tensor(integers, scale, zero_point)  # noqa: SLF001 - the only way from integers
+    fits = (
+        type(axis) is int
+        and 0 <= axis < integers.ndim
+        and all(
+            isinstance(one, torch.Tensor) and one.shape == (integers.shape[axis],)
+            for one in (scale, zero_point)
+        )
+    )
+    if not fits:
+        raise ValueError("expected scales and zero points for each element of an axis")
+    return torch._make_per_channel_quantized_tensor(integers, scale, zero_point, axis)  # noqa: SLF001
+
+
 def _dump_pattern(value: re.Pattern[Any]) -> list[Any]:
     return [value.pattern, value.flags & ~int(re.DEBUG)]
 
@@ -223,6 +251,9 @@ _TABLE: Final = (
     *(Rule(f"${one.__name__.lower()}", one, str, str, one) for one in _ADDRESSES),
 )  # fmt: skip
 _SPARSE: Final = Rule("$sparse", torch.Tensor, list, lambda _: NotImplemented, _load_sparse)
+_QUANTIZED: Final = Rule(
+    "$quantized", torch.Tensor, list, lambda _: NotImplemented, _load_quantized
+)
 _NUMPY_SCALAR: Final = Rule("$scalar", np.generic, list, arrays.dump_array, arrays.load_scalar)
 _NUMPY_DTYPE: Final = Rule("$numpy_dtype", np.dtype, str, arrays.dump_dtype, arrays.load_dtype)
 _ENUM: Final = Rule("$enum", enum.Enum, list, classes.dump_enum, classes.load_enum)
@@ -239,7 +270,7 @@ BY_TAG: Final[Mapping[str, Rule]] = types.MappingProxyType(
     {
         rule.tag: rule
         for rule in (
-            *(*_TABLE, _SPARSE, _NUMPY_SCALAR, _NUMPY_DTYPE),
+            *(*_TABLE, _SPARSE, _QUANTIZED, _NUMPY_SCALAR, _NUMPY_DTYPE),
             *(_ENUM, _NAMED_TUPLE, _KNOWN_DICT, _TYPE, _CONFIG),
         )
     }

@@ -17,7 +17,10 @@ from dist_ckpt.derive.layout import FlatPiece, LocalTensor, ModelLayout, Part, T
 from dist_ckpt.derive.model import model_layout, sharded_model_state
 from dist_ckpt.derive.optim import sharded_optimizer_state
 from dist_ckpt.derive.optim_load import load_optimizer_state, optimizer_template
+from dist_ckpt.derive.protocol import local_state_dict
+from dist_ckpt.derive.protocol_load import load_whole_model
 from dist_ckpt.derive.state_spec import StateSpec, StateSpecHandle, register_state_spec
+from dist_ckpt.derive.values import copy_box
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.types import ShardedStateDict, StateDict
 
@@ -29,7 +32,10 @@ __all__ = [
     "StateSpec",
     "StateSpecHandle",
     "TensorLayout",
+    "copy_box",
     "load_optimizer_state",
+    "load_whole_model",
+    "local_state_dict",
     "model_layout",
     "optimizer_template",
     "register_state_spec",

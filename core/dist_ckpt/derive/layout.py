@@ -177,6 +177,7 @@ class ModelLayout:
 
     Args:
         tensors: Canonical name to parameter or persistent buffer; tied ones under their first name.
+        order: All names, tied ones too, in the order of ``state_dict``.
         tied: Other name to first name.
         names: ``id`` of the parameter to canonical name, to find what an optimizer holds.
         pieces: ``id`` of an FSDP1 flat parameter to the parameters in it, where the optimizer holds
@@ -184,6 +185,7 @@ class ModelLayout:
     """
 
     tensors: Mapping[str, LocalTensor]
+    order: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
     pieces: Mapping[int, tuple[FlatPiece, ...]] = field(default_factory=dict)

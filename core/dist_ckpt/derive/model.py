@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -28,10 +29,21 @@ from dist_ckpt.derive.fsdp import (
     read_flat_parameters,
 )
 from dist_ckpt.derive.layout import FlatPiece, LocalTensor, ModelLayout, TensorLayout
+from dist_ckpt.derive.subclass import is_wrapper
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.types import ShardedStateDict
 
-__all__ = ["Replicas", "model_layout", "sharded_model_state"]
+__all__ = [
+    "Place",
+    "Replicas",
+    "bare_module",
+    "is_hidden",
+    "is_odd",
+    "model_layout",
+    "places",
+    "sharded_model_state",
+    "without_wrappers",
+]
 
 Replicas = Literal["equal", "differ"]
 Kind = Literal["parameter", "buffer"]
@@ -56,7 +68,7 @@ def model_layout(model: nn.Module, *, replicas: Replicas | None = None) -> Model
     """
     ensure_sharded(model)
     walk = _Walk(flat=read_flat_parameters(model), replicas=replicas)
-    for place in _places(model, _Place(module=model, equal=replicas == "equal")):
+    for place in places(model, equal=replicas == "equal"):
         walk.visit(place)
     if walk.problems:
         raise InvalidShardingError(
@@ -66,6 +78,7 @@ def model_layout(model: nn.Module, *, replicas: Replicas | None = None) -> Model
         )
     return ModelLayout(
         tensors=walk.tensors,
+        order=tuple(walk.taken),
         tied=walk.tied,
         names=walk.names,
         pieces={owner: tuple(pieces) for owner, pieces in walk.pieces.items()},
@@ -84,27 +97,74 @@ def sharded_model_state(layout: ModelLayout, *, prefix: str) -> ShardedStateDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """A module in the tree: its canonical prefix, and what DDP above it promises."""
+class Place:
+    """A module in the tree, and what the wrappers above it promise.
+
+    Attributes:
+        module: The module.
+        prefix: Its canonical prefix.
+        path: Its prefix with the names of wrappers, as torch's own state dicts have it.
+        equal: Whether DDP keeps its parameters equal on all ranks.
+        in_fsdp: Whether FSDP1 shards its parameters.
+        ignored: Canonical names that DDP leaves alone.
+    """
 
     module: nn.Module
     prefix: str = ""
+    path: str = ""
     equal: bool = False
+    in_fsdp: bool = False
     ignored: frozenset[str] = frozenset()
 
 
-def _places(model: nn.Module, place: _Place) -> Iterator[_Place]:
-    """Yield all modules in the order of ``state_dict``, a shared module at each of its places."""
+def places(model: nn.Module, *, equal: bool = False) -> Iterator[Place]:
+    """Yield all modules in the order of ``state_dict``, a shared module at each of its places.
+
+    A wrapper comes before the module that it wraps, with the same prefix.
+    """
+    return _places(model, Place(module=model, equal=equal))
+
+
+def bare_module(model: nn.Module) -> nn.Module:
+    """Return the module inside all wrappers around the whole model."""
+    while inner := next((c for n, c in model.named_children() if is_hidden(model, n)), None):
+        model = inner
+    return model
+
+
+def is_odd(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not dense memory of its own: quantised, sparse, nested, a wrapper class.
+
+    Such a tensor has no boxes: it is stored as a value.
+    """
+    if type(tensor) in {torch.Tensor, nn.Parameter} or isinstance(tensor, DTensor):
+        return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested
+    return is_wrapper(tensor) or tensor.layout != torch.strided
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name of torch's state dicts without the names of wrappers in it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_NAMES)
+
+
+def _places(model: nn.Module, place: Place) -> Iterator[Place]:
     if keeps_equal(model):
         names = frozenset(f"{place.prefix}{name}" for name in ignored_names(model))
         place = replace(place, equal=True, ignored=place.ignored | names)
+    if isinstance(model, FullyShardedDataParallel):
+        place = replace(place, in_fsdp=True)
     yield place
     for name, child in model._modules.items():  # noqa: SLF001 - named_children() drops repetitions
         if child is None:
             continue
-        hidden = name in _WRAPPER_NAMES or (name == "module" and hides_child(model))
-        prefix = place.prefix if hidden else f"{place.prefix}{name}."
-        yield from _places(child, replace(place, module=child, prefix=prefix))
+        prefix = place.prefix if is_hidden(model, name) else f"{place.prefix}{name}."
+        path = f"{place.path}{name}."
+        yield from _places(child, replace(place, module=child, prefix=prefix, path=path))
+
+
+def is_hidden(module: nn.Module, name: str) -> bool:
+    """Whether the child of this name stands for ``module`` itself in canonical names."""
+    return name in _WRAPPER_NAMES or (name == "module" and hides_child(module))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,7 +181,7 @@ class _Walk:
     first_names: dict[object, str] = field(default_factory=dict)
     taken: dict[str, object] = field(default_factory=dict)
 
-    def visit(self, place: _Place) -> None:
+    def visit(self, place: Place) -> None:
         """Take the parameters and persistent buffers of one module."""
         module = place.module
         in_flat = set()
@@ -153,10 +213,10 @@ class _Walk:
         else:
             self.names[id(entry.owner)] = name
 
-    def _add_plain(self, name: str, tensor: torch.Tensor, *, place: _Place, kind: Kind) -> None:
-        if not self._is_new(name, id(tensor)):
+    def _add_plain(self, name: str, tensor: torch.Tensor, *, place: Place, kind: Kind) -> None:
+        if not self._is_new(name, id(tensor)) or not self._is_storable(name, tensor):
             return
-        if not self._is_storable(name, tensor):
+        if is_odd(tensor):
             return
         equal = place.equal and self.replicas != "differ" and name not in place.ignored
         layout = self._layout(name, tensor, equal=equal and kind == "parameter")
@@ -192,8 +252,6 @@ class _Walk:
             problem = "not initialised (lazy module)"
         elif tensor.device.type == "meta":
             problem = "on the meta device, without storage"
-        elif tensor.layout != torch.strided:
-            problem = f"has layout {tensor.layout}, only dense tensors can be stored"
         if problem:
             self.problems.append(f"{name}: {problem}")
         return not problem

@@ -1,45 +1,171 @@
-"""Tensors given by name in place of a model's own: an average of weights, an edited state dict.
+"""A model's state dict entry by entry: which are stored as tensors, how they are cut, which not.
 
-Here: their sharding, from what they are or from the parameter of that name; and the way back for
-tensors that cannot be read in place. Not here: the model's
-own tensors (``derive.model``). Called on every rank, locally.
+Here: ``stored_state``, and the way back for tensors that cannot be read in place. Not here: what
+the entries are (``derive.protocol``), where parameters and buffers lie (``derive.model``). Called
+on every rank, locally.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.derive.ddp import replicated_layout
 from dist_ckpt.derive.dtensor import dtensor_layout, local_of
 from dist_ckpt.derive.layout import ModelLayout
+from dist_ckpt.derive.protocol import EXTRA_STATE, ModelState, owned_by
 from dist_ckpt.dict_utils import diff
-from dist_ckpt.errors import MismatchError
+from dist_ckpt.errors import InvalidShardingError, MismatchError
+from dist_ckpt.mapping import ShardedTensor
 from dist_ckpt.types import ShardedStateDict
 
-__all__ = ["fill_shared", "sharded_values"]
+__all__ = [
+    "StoredState",
+    "copy_box",
+    "fill_shared",
+    "has_tensors",
+    "is_plain_tensor",
+    "stored_state",
+]
 
 
-def sharded_values(
-    values: Mapping[str, Any], layout: ModelLayout, *, prefix: str
-) -> ShardedStateDict:
-    """Return ``{name: ShardedTensor or list}`` with keys ``prefix + name`` for ``values``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredState:
+    """A model's state, taken apart for a save.
 
-    A DTensor is cut as it says itself. A plain tensor shaped like this rank's part of the parameter
-    of that name is cut like it; any other plain tensor is stored whole, from the lowest rank.
-    A tied name is stored under its first name only, unless the two values differ. Values that are
-    no tensors come back as they are.
+    Attributes:
+        tensors: ``{name: ShardedTensor or list of them}``.
+        tied: Other name to the name whose tensor it shares.
+        values: Entries that are no plain tensors; they are stored as values.
     """
-    tree: ShardedStateDict = {}
-    for name, value in values.items():
-        first = layout.tied.get(name)
-        if first is not None and _is_same(values.get(first), value):
+
+    tensors: ShardedStateDict
+    tied: Mapping[str, str]
+    values: Mapping[str, Any]
+
+
+def stored_state(
+    state: ModelState, layout: ModelLayout, *, prefix: str, speaks: bool
+) -> StoredState:
+    """Describe what this rank stores of a model; the tensors' keys are ``prefix + name``.
+
+    Parameters and buffers are cut as the layout says. Of the other entries a DTensor is cut as it
+    says itself, a plain tensor shaped like this rank's part of the parameter of that name like that
+    parameter; any other plain tensor is stored whole.
+
+    Args:
+        state: What there is.
+        layout: Of the model.
+        prefix: Begin of all keys.
+        speaks: Whether this rank tells what is not cut; of several, the lowest rank's is stored.
+
+    Raises:
+        InvalidShardingError: A module makes entries out of sharded parameters in a form that says
+            nothing of the sharding; all such entries are named.
+    """
+    problems = _packed(state, layout)
+    if problems:
+        raise InvalidShardingError(
+            f"{len(problems)} entr{'y' if len(problems) == 1 else 'ies'} of the model's state "
+            f"dict cannot be described: {'; '.join(problems)}.",
+            hint="such a module can be saved where its parameters are not sharded (DDP, a single "
+            "device), or if it stores DTensors.",
+        )
+    tensors: ShardedStateDict = {}
+    tied: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    firsts: dict[str, str] = {}
+    for name in state.names:
+        first = layout.tied.get(name, name)
+        if name not in state.values:
+            item = layout.tensors[first]
+            key = firsts.setdefault(first, name)
+            if key == name:
+                tensors[name] = item.layout.shard(f"{prefix}{name}", item.local)
+            else:
+                tied[name] = key
             continue
-        tree[name] = _described(f"{prefix}{name}", value, layout, name)
-    return tree
+        value = state.values[name]
+        if first != name and _is_same(state.values.get(first), value):
+            tied[name] = first
+        elif not is_plain_tensor(value):
+            if speaks:
+                values[name] = value
+        else:
+            described = _described(f"{prefix}{name}", value, layout, name, speaks=speaks)
+            if described is not None:
+                tensors[name] = described
+    return StoredState(tensors=tensors, tied=tied, values=values)
+
+
+def is_plain_tensor(value: Any) -> bool:
+    """Whether a value can be stored as a tensor of its own: dense, with data, of no other class."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    if isinstance(value, DTensor):
+        return True
+    return (
+        type(value) in {torch.Tensor, nn.Parameter}
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and not value.is_nested
+    )
+
+
+def copy_box(shard: ShardedTensor, whole: torch.Tensor) -> None:
+    """Copy from a whole tensor the box that ``shard`` describes, into its data."""
+    slices = tuple(
+        slice(start, start + size)
+        for start, size in zip(shard.global_offset, shard.local_shape, strict=True)
+    )
+    box = whole[slices]
+    if shard.flattened_range is not None:
+        box = box.reshape(-1)[shard.flattened_range]
+    if shard.data is not None and box.numel():
+        shard.data.copy_(box)
+
+
+def _packed(state: ModelState, layout: ModelLayout) -> list[str]:
+    """Return what modules have made out of parameters that are cut, one line for each entry."""
+    cut = {
+        name.rpartition(".")[0]
+        for name, item in layout.tensors.items()
+        if item.layout.local_shape != item.layout.global_shape
+    }
+    found = []
+    for name, value in state.values.items() if cut else ():
+        own = owned_by(layout, name)
+        follows = (
+            own is not None
+            and isinstance(value, torch.Tensor)
+            and tuple(value.shape) == own.layout.local_shape
+        )
+        is_extra = name.rpartition(".")[2] == EXTRA_STATE
+        if isinstance(value, DTensor) or follows or is_extra or not has_tensors(value):
+            continue
+        module = name.rpartition(".")[0]
+        while module and module not in state.metadata:
+            module = module.rpartition(".")[0]
+        if module in cut:
+            found.append(
+                f"{name!r} ({type(value).__name__}), which module {module or '(root)'!r} makes "
+                f"while its parameters are sharded"
+            )
+    return found
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether a value is a tensor or a container with one in it."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(has_tensors, value.values()))
+    return isinstance(value, (list, tuple, set, frozenset)) and any(map(has_tensors, value))
 
 
 def fill_shared(layout: ModelLayout, loaded: Mapping[str, Any]) -> None:
@@ -65,20 +191,24 @@ def fill_shared(layout: ModelLayout, loaded: Mapping[str, Any]) -> None:
             )
 
 
-def _described(key: str, value: Any, layout: ModelLayout, name: str) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    own = layout.tensors.get(layout.tied.get(name, name))
+def _described(
+    key: str, value: torch.Tensor, layout: ModelLayout, name: str, *, speaks: bool
+) -> ShardedTensor | list[ShardedTensor] | None:
+    """Return the description; None if others tell of it."""
+    own = owned_by(layout, name)
     equal = own is not None and own.layout.writer == "any"
     if isinstance(value, DTensor):
         return dtensor_layout(value, name=name, equal=equal).shard(key, local_of(value))
     if own is not None and tuple(value.shape) == own.layout.local_shape:
         return own.layout.shard(key, value)
-    shape = tuple(value.shape)
-    return replicated_layout(shape, writer="first").shard(key, value)
+    if not speaks:
+        return None
+    return replicated_layout(tuple(value.shape), writer="first").shard(key, value)
 
 
 def _is_same(a: object, b: object) -> bool:
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return a is b and a is not None
+    if not (is_plain_tensor(a) and is_plain_tensor(b)):
         return a is b
     return a is b or (local_of(a).data_ptr() == local_of(b).data_ptr() and a.shape == b.shape)

@@ -1,0 +1,133 @@
+"""What a checkpoint keeps of a model beside tensors: names in order, versions, ties, values.
+
+Here: the document's form, and reading it, merged over the ranks that wrote one. Not here: what a
+model has to tell (``derive.protocol``), storing the document (``training_state``). Pure functions.
+
+Form: ``{"names": [...], "versions": [[version, [module prefixes]], ...], "metadata": {prefix:
+{...}}, "tied": {other name: name of the stored tensor}, "values": {name: value}}``. ``metadata``
+has only modules that note more than their version.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dist_ckpt.derive.protocol import EXTRA_STATE, ModelState
+from dist_ckpt.derive.values import StoredState
+from dist_ckpt.errors import CorruptedCheckpointError
+from dist_ckpt.types import StateDict
+
+__all__ = ["ModelDocument", "model_document", "read_documents", "read_early_sections"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDocument:
+    """A model's document, read.
+
+    Attributes:
+        names: In the order of the state dict; empty if the checkpoint does not tell.
+        metadata: Module prefix to what was noted of it; None if the checkpoint does not tell.
+        tied: Other name to the name whose tensor is stored.
+        values: Entries that are no tensors.
+    """
+
+    names: tuple[str, ...] = ()
+    metadata: Mapping[str, Mapping[str, Any]] | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def renamed(self, name: Callable[[str], str]) -> ModelDocument:
+        """Return it with all names and module prefixes changed by ``name``."""
+        return ModelDocument(
+            names=tuple(map(name, self.names)),
+            metadata=None
+            if self.metadata is None
+            else {
+                name(f"{prefix}." if prefix else "").removesuffix("."): noted
+                for prefix, noted in self.metadata.items()
+            },
+            tied={name(k): name(v) for k, v in self.tied.items()},
+            values={name(k): v for k, v in self.values.items()},
+        )
+
+    def as_state_dict(self, entries: Mapping[str, Any]) -> OrderedDict[str, Any]:
+        """Return ``entries`` in the stored order, with ``_metadata`` if there is any."""
+        known = dict.fromkeys(name for name in self.names if name in entries)
+        ordered = OrderedDict((name, entries[name]) for name in (known | dict.fromkeys(entries)))
+        if self.metadata is not None:
+            vars(ordered)["_metadata"] = OrderedDict(
+                (prefix, dict(noted)) for prefix, noted in self.metadata.items()
+            )
+        return ordered
+
+
+def model_document(state: ModelState, stored: StoredState) -> StateDict:
+    """Return what is to be stored beside the tensors of a model."""
+    by_version: dict[int, list[str]] = {}
+    metadata: dict[str, Any] = {}
+    for prefix, noted in state.metadata.items():
+        if noted.keys() == {"version"} and type(noted["version"]) is int:
+            by_version.setdefault(noted["version"], []).append(prefix)
+        else:
+            metadata[prefix] = dict(noted)
+    return {
+        "names": list(state.names),
+        "versions": [[version, prefixes] for version, prefixes in by_version.items()],
+        "metadata": metadata,
+        "tied": dict(stored.tied),
+        "values": dict(stored.values),
+    }
+
+
+def read_documents(documents: Sequence[Any], *, where: str) -> ModelDocument:
+    """Return what all documents of one model tell together; of two that differ, the first counts.
+
+    Args:
+        documents: In the order of the ranks that wrote them.
+        where: Path of the checkpoint, for errors.
+
+    Raises:
+        CorruptedCheckpointError: A document has another form.
+    """
+    names: dict[str, None] = {}
+    metadata: dict[str, Mapping[str, Any]] = {}
+    tied: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for one in documents:
+        try:
+            names |= dict.fromkeys(one["names"])
+            noted = {
+                prefix: {"version": v} for v, prefixes in one["versions"] for prefix in prefixes
+            }
+            noted |= one["metadata"]
+            metadata = {**noted, **metadata}
+            tied = {**one["tied"], **tied}
+            values = {**one["values"], **values}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptedCheckpointError(
+                f"{where}: the document of a model's state is malformed ({error!r})."
+            ) from error
+    texts = (*names, *metadata, *tied, *tied.values(), *values)
+    if not all(type(text) is str for text in texts) or not all(
+        isinstance(noted, dict) for noted in metadata.values()
+    ):
+        raise CorruptedCheckpointError(
+            f"{where}: the document of a model's state has names that are no text."
+        )
+    return ModelDocument(
+        names=tuple(names),
+        metadata=metadata if documents else None,
+        tied=tied,
+        values=values,
+    )
+
+
+def read_early_sections(tied: Mapping[str, str], extra_state: Mapping[str, Any]) -> ModelDocument:
+    """Return what checkpoints of before these documents tell: ties, and ``get_extra_state``."""
+    values = {
+        f"{module}.{EXTRA_STATE}".removeprefix("."): value for module, value in extra_state.items()
+    }
+    return ModelDocument(tied=tied, values=values)

@@ -1,0 +1,298 @@
+"""What ``model.state_dict()`` means: names in order, metadata, and entries of modules' own making.
+
+Here: ``ModelState`` and how it is found, for a live model and for a state dict that somebody has
+edited. Not here: where the bytes of parameters and buffers lie (``derive.model``), loading
+(``derive.protocol_load``). Called on every rank, locally: nothing communicates.
+
+A module that leaves PyTorch's protocol alone is described by the walk over its parameters and
+buffers. As soon as one module of a model has code or hooks of its own, the model's own
+``state_dict`` is called, with ``keep_vars=True``: entries that are a parameter or buffer of the
+model are recognised by identity and keep the direct path to their memory; only the others are
+values of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from dist_ckpt.derive.ddp import current_rank
+from dist_ckpt.derive.dtensor import local_of
+from dist_ckpt.derive.fsdp import is_flat_parameter
+from dist_ckpt.derive.layout import LocalTensor, ModelLayout
+from dist_ckpt.derive.model import Place, bare_module, is_odd, places, without_wrappers
+
+__all__ = [
+    "EXTRA_STATE",
+    "Entries",
+    "ModelState",
+    "given_entries",
+    "has_odd_tensors",
+    "has_own_state",
+    "is_of_wrapper",
+    "local_state_dict",
+    "model_state",
+    "own_entries",
+    "own_versions",
+    "owned_by",
+    "speaks_for_part",
+]
+
+EXTRA_STATE = "_extra_state"
+"""Last part of the name under which ``get_extra_state`` stands in a state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A state dict as modules or callers made it, by canonical names.
+
+    Attributes:
+        values: Name to entry, in order.
+        metadata: ``_metadata``: canonical prefix of a module, without its last dot, to what is
+            noted of it; None if the state dict has none.
+    """
+
+    values: Mapping[str, Any]
+    metadata: Mapping[str, Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """What is stored of a model, as this rank has it, by canonical names.
+
+    Attributes:
+        names: All entries, in the order of the state dict.
+        metadata: As of ``Entries``.
+        values: Entries that are neither a parameter nor a buffer of the model: tensors and others.
+    """
+
+    names: tuple[str, ...]
+    metadata: Mapping[str, Mapping[str, Any]]
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def own_entries(model: nn.Module) -> Entries | None:
+    """Return the model's own state dict if a module of it has a part in making it, else None.
+
+    Parameters and buffers stand in it themselves, not as detached aliases; nothing is gathered.
+    """
+    if not any(has_own_state(module) for module in model.modules()):
+        return None
+    bare = bare_module(model)
+    canonical = {place.path: place.prefix for place in places(bare)}
+    with _without_gathering(bare), torch.no_grad():
+        found = bare.state_dict(keep_vars=True)
+    metadata = {
+        canonical.get(f"{path}." if path else "", f"{path}.").removesuffix("."): dict(noted)
+        for path, noted in getattr(found, "_metadata", {}).items()
+    }
+    return Entries({_renamed(name, canonical): one for name, one in found.items()}, metadata)
+
+
+def given_entries(given: Mapping[str, Any]) -> Entries:
+    """Return a caller's state dict by canonical names."""
+    noted = getattr(given, "_metadata", None)
+    return Entries(
+        {without_wrappers(name): value for name, value in given.items()},
+        None
+        if noted is None
+        else {without_wrappers(prefix): dict(one) for prefix, one in noted.items()},
+    )
+
+
+def model_state(model: nn.Module, layout: ModelLayout, entries: Entries | None) -> ModelState:
+    """Return what is to be stored of ``model``.
+
+    Args:
+        model: The model, wrapped or not.
+        layout: Its layout.
+        entries: From ``own_entries``, or ``given_entries`` to store those in place of the model's.
+    """
+    if entries is None:
+        return ModelState(names=layout.order, metadata=own_versions(model))
+    values = {
+        name: value
+        for name, value in entries.values.items()
+        if not _is_flat(value) and not _is_own(value, owned_by(layout, name))
+    }
+    metadata = own_versions(model) if entries.metadata is None else entries.metadata
+    return ModelState(names=_ordered(entries.values, layout), metadata=metadata, values=values)
+
+
+def local_state_dict(model: nn.Module, layout: ModelLayout) -> OrderedDict[str, Any]:
+    """Return the model's state dict with what this rank holds; nothing is gathered.
+
+    Tensors alias the model: DTensors are DTensors, what FSDP1 has flattened is the local range.
+    It has the attribute ``_metadata``, as torch's own.
+    """
+    state = model_state(model, layout, own_entries(model))
+    found: OrderedDict[str, Any] = OrderedDict()
+    for name in state.names:
+        own = owned_by(layout, name)
+        if name in state.values or own is None:
+            found[name] = state.values[name]
+        else:
+            found[name] = own.owner.detach() if isinstance(own.owner, DTensor) else own.local
+    vars(found)["_metadata"] = OrderedDict(state.metadata)
+    return found
+
+
+def owned_by(layout: ModelLayout, name: str) -> LocalTensor | None:
+    """Return the parameter or buffer of this name, also if it has another name too."""
+    return layout.tensors.get(layout.tied.get(name, name))
+
+
+def has_own_state(module: nn.Module) -> bool:
+    """Whether a module has a part in ``state_dict()`` besides its parameters and buffers."""
+    cls, base, own = type(module), nn.Module, vars(module)
+    if (
+        cls.state_dict is not base.state_dict
+        or cls._save_to_state_dict is not base._save_to_state_dict  # noqa: SLF001 - the protocol
+        or cls.get_extra_state is not base.get_extra_state
+        or "state_dict" in own
+        or "_save_to_state_dict" in own
+        or has_odd_tensors(module)
+    ):
+        return True
+    hooks = (own["_state_dict_hooks"], own["_state_dict_pre_hooks"])
+    return any(not is_of_wrapper(hook) for some in hooks for hook in some.values())
+
+
+def has_odd_tensors(module: nn.Module) -> bool:
+    """Whether a parameter or buffer of the module itself is stored as a value, see ``is_odd``."""
+    own = vars(module)
+    held = (*own["_parameters"].values(), *own["_buffers"].values())
+    return any(one is not None and is_odd(one) for one in held)
+
+
+def is_of_wrapper(hook: Any) -> bool:
+    """Whether a hook belongs to a wrapper of torch (FSDP, checkpointing), whose work is ours here.
+
+    Such hooks change names and gather shards; canonical names and layouts need neither.
+    """
+    hook = getattr(hook, "hook", hook)  # load hooks are wrapped in an object
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
+def speaks_for_part(model: nn.Module, *, equal: bool) -> bool:
+    """Whether this rank may be the only one to tell of a part of the model that rank 0 lacks.
+
+    Rank 0 tells what is no tensor. A pipeline stage on other ranks has modules that rank 0 does not
+    have: there, the first rank of each device mesh speaks, and every rank with plain parameters
+    that nothing is known to keep equal.
+
+    Args:
+        model: The model, wrapped or not.
+        equal: Whether the caller keeps plain parameters equal on all ranks.
+    """
+    rank, world_size = current_rank()
+    if rank == 0:
+        return False
+    return any(_is_first_of_its_part(place, world_size, equal=equal) for place in places(model))
+
+
+def _is_first_of_its_part(place: Place, world_size: int, *, equal: bool) -> bool:
+    for parameter in place.module.parameters(recurse=False):
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            coordinate = mesh.get_coordinate()
+            if mesh.size() != world_size and coordinate is not None and not any(coordinate):
+                return True
+        elif not (equal or place.equal or place.in_fsdp):
+            return True
+    return False
+
+
+def own_versions(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the ``_metadata`` of a model whose modules add nothing to it."""
+    # A wrapper comes before what it wraps, which has the same prefix.
+    return {
+        place.prefix.removesuffix("."): {"version": place.module._version}  # noqa: SLF001 - as torch notes it
+        for place in places(model)
+    }
+
+
+def _renamed(name: str, canonical: Mapping[str, str]) -> str:
+    """Return the canonical name of an entry: the deepest module that it begins with decides."""
+    end = name.rfind(".") + 1
+    while end and name[:end] not in canonical:
+        end = name.rfind(".", 0, end - 1) + 1
+    return canonical.get(name[:end], name[:end]) + name[end:]
+
+
+@contextlib.contextmanager
+def _without_gathering(model: nn.Module) -> Iterator[None]:
+    """Keep FSDP1 from gathering its parameters when a state dict is made.
+
+    Its hooks are taken out of the units for the duration of the call, and put back: a unit's own
+    entries are its local shards then, which the layout knows.
+    """
+    taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    try:
+        for module in model.modules():
+            if isinstance(module, FullyShardedDataParallel):
+                for name in ("_state_dict_hooks", "_state_dict_pre_hooks"):
+                    hooks: dict[int, Any] = vars(module)[name]
+                    taken.append((hooks, dict(hooks)))
+                    for key in [key for key, hook in hooks.items() if is_of_wrapper(hook)]:
+                        del hooks[key]
+        yield
+    finally:
+        for hooks, before in taken:
+            hooks.clear()
+            hooks.update(before)
+
+
+def _is_own(value: Any, own: LocalTensor | None) -> bool:
+    if own is None or not isinstance(value, torch.Tensor):
+        return False
+    if value is own.owner or value is own.local:
+        return True
+    if type(value) not in {torch.Tensor, nn.Parameter} and not isinstance(value, DTensor):
+        return False
+    local = local_of(value)
+    return (
+        local.shape == own.local.shape
+        and local.dtype == own.local.dtype
+        and local.stride() == own.local.stride()
+        and local.device == own.local.device
+        and local.layout == own.local.layout
+        and not local.is_meta
+        and local.data_ptr() == own.local.data_ptr()
+        and local.is_neg() == own.local.is_neg()
+        and local.is_conj() == own.local.is_conj()
+    )
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and is_flat_parameter(value)
+
+
+def _ordered(entries: Mapping[str, Any], layout: ModelLayout) -> tuple[str, ...]:
+    """Return all names in order; what FSDP1 has put into flat parameters stands where it was."""
+    if not any(_is_flat(value) for value in entries.values()):
+        return tuple(entries)
+    known, before, others = set(layout.order), "", dict[str, list[str]]()
+    for name, value in entries.items():
+        if name in known:
+            before = name
+        elif not _is_flat(value):
+            others.setdefault(before, []).append(name)
+    ordered = others.get("", [])
+    for name in layout.order:
+        own = owned_by(layout, name)
+        if name in entries or (own is not None and _is_flat(own.owner)):
+            ordered.append(name)
+        ordered += others.get(name, ())
+    return tuple(ordered)
