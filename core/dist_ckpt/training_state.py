@@ -23,6 +23,7 @@ from dist_ckpt._dcp_names import Roots, adopt, find_roots, group_flat, is_flat, 
 from dist_ckpt._engine.commit import forget_aside, remove_tree
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._formats.native import new_format
+from dist_ckpt._integrity.match import describe_unexpected
 from dist_ckpt._live import LiveObjects
 from dist_ckpt._loading import (
     LoadRequest,
@@ -315,9 +316,10 @@ class CheckpointView:
             merge_reports,
         )
         if strict and (report.missing or report.unexpected):
+            near = describe_unexpected(report.missing, self.model_names(i))
             raise MismatchError(
                 f"{self._contents.directory}: {report.describe(bare_module(model))}",
-                hint="strict=False skips what only one side has.",
+                hint="; ".join([*near[:8], "strict=False skips what only one side has."]),
             )
 
     def _given(self, i: int, values: Mapping[str, Any] | None) -> Mapping[str, Any]:
