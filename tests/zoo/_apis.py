@@ -28,6 +28,7 @@ from dist_ckpt.options import LoadOptions, SaveOptions
 from lightning_dist_ckpt import DistCkptIO as LightningIO
 from tests.accelerate._jobs import new_accelerator, reset
 from tests.lightning._training import strategy_of
+from tests.zoo import _loaders, _strategies
 from tests.zoo._pictures import state_picture
 from tests.zoo._workloads import WORKLOADS, Workload
 
@@ -276,6 +277,10 @@ def accelerate(
         reset()
 
 
+_OTHERS: dict[str, Any] = {
+    "torchdata StatefulDataLoader": _loaders.APIS,
+    "Lightning strategy with save and load": _strategies.APIS,
+}
 APIS = {"core": core, "lightning": lightning, "accelerate": accelerate}
 
 
@@ -291,4 +296,6 @@ def eager() -> Iterator[None]:
 
 def run(name: str, api: str, layout: str, rank: int, root: Path, *, how: How) -> dict[str, Any]:
     """Return pictures of what a workload was, is after a resume, and becomes."""
+    if name in _OTHERS:
+        return _OTHERS[name][api](layout, rank, root, how=how)
     return APIS[api](WORKLOADS[name], layout, rank, root, how=how)

@@ -124,6 +124,8 @@ _HOOKS = "load_state_dict hooks and overrides do not run"
 _SUBCLASS = "tensors of wrapper classes are refused"
 _WRAPPER = "optimizers without param_groups in their state_dict() are refused"
 
+_ORDER = "stock draws another order for the samples that are left"
+
 _TORCHAO_OPTIMIZER = {
     ("*", "*"): _pending(_SUBCLASS),
     ("lightning", "single"): _restored(_MAP_LOCATION, pending=_SUBCLASS),
@@ -256,6 +258,28 @@ ROWS: tuple[Row, ...] = (
         expected={
             ("*", "fsdp2"): Expected(
                 kind="refused", text="is a DTensor: describe it as a ShardedTensor"
+            )
+        },
+    ),
+    Row(
+        name="torchdata StatefulDataLoader",
+        what="the order of the samples, resumed in the middle of an epoch",
+        layouts=("single", "ddp"),
+        daily=_WHOLE,
+        expected={
+            ("accelerate", "single"): _restored("", _ORDER, pending="order of stateful loaders"),
+            ("accelerate", "ddp"): _restored("", _ORDER),
+        },
+    ),
+    Row(
+        name="Lightning strategy with save and load",
+        what="a subclass of DDPStrategy as NeMo has one: each rank holds and saves its own part",
+        apis=("lightning",),
+        layouts=("ddp",),
+        daily=_WHOLE,
+        expected={
+            ("lightning", "ddp"): Expected(
+                kind="refused", text="strategy OwnPartStrategy.load_checkpoint"
             )
         },
     ),

@@ -120,4 +120,5 @@ def _compared(a: _Tried, b: _Tried) -> tuple[tuple[str, ...], bool]:
     """Return what differs, and whether the order of the optimizers' keys is the same."""
     names = differing(a.found, b.found)
     order = [name for name in names if name.endswith(ORDER)]
+    order = order if a.found and b.found else []
     return tuple(name for name in names if name not in order), not order
