@@ -44,6 +44,9 @@ class DistCkptIO:
         drain_timeout_secs: How long to wait at the end for what is in flight.
         events_file: Where to append what happens to saves, as JSON lines.
         log_metrics: Whether the trackers get stall, writing time and speed.
+        page_cache: Whether the pages of a checkpoint stay in the page cache when it is on disk, so
+            that a restart on the same host reads memory; ``auto`` keeps the newest one if it is
+            small against the memory that is available.
         verify: What a load compares with the checksums: what it reads, everything before anything
             is filled, or nothing.
         verify_newest: How closely a checkpoint is looked at before it counts as the newest one:
@@ -81,6 +84,7 @@ class DistCkptIO:
         drain_timeout_secs: float | None = None,
         events_file: str | None = None,
         log_metrics: bool | None = None,
+        page_cache: Literal["auto", "keep", "drop"] | None = None,
         verify: Literal["read", "full", "off"] | None = None,
         verify_newest: Literal["files", "full"] | None = None,
         preemption: bool | None = None,
@@ -105,6 +109,7 @@ class DistCkptIO:
             "drain_timeout_secs": drain_timeout_secs,
             "events_file": events_file,
             "log_metrics": log_metrics,
+            "page_cache": page_cache,
             "verify": verify,
             "verify_newest": verify_newest,
             "preemption": preemption,
@@ -163,6 +168,7 @@ class DistCkptIO:
             timeout_secs=self.config.timeout_secs,
             verify_sharding=self.config.verify_sharding,
             backend=self.config.backend,
+            page_cache=self.config.page_cache,
             replace="any",
             staging_dir=staging_dir,
             include_dir=include_dir,

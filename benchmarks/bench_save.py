@@ -1,4 +1,4 @@
-"""Save to durable: ours beside its peers and the floor.
+"""Save to durable, and load what was just saved: ours beside its peers and the floor.
 
 Here: the cases. Not here: what happens in a process (``scenarios``), what the numbers mean
 (docs/performance.md).
@@ -15,10 +15,10 @@ BENCH = Bench(
     name="save",
     title="Save to durable, one process",
     scenario="scenarios:save",
-    measures={"first": "first save", "second": "second save"},
+    measures={"first": "first save", "second": "second save", "load": "load right after"},
     contenders=(
-        "floor", "floor-direct", "ours", "ours-manager", "dcp", "torch-save",
-        "safetensors", "experimental", "megatron", "torchsnapshot",
+        "floor", "floor-direct", "ours", "ours-verify-off", "ours-drop", "ours-manager", "dcp",
+        "torch-save", "safetensors", "experimental", "megatron", "torchsnapshot",
     ),
 )  # fmt: skip
 
@@ -28,7 +28,7 @@ def run(given: Sequence[str] | None = None) -> int:
     parser = arguments(BENCH, mib=2048, rounds=5)
     parser.add_argument("--pages", default="reused", choices=["reused", "fresh"])
     asked = parser.parse_args(given)
-    settings = {"state": "gpt", "layout": "whole", "pages": asked.pages}
+    settings = {"state": "gpt", "layout": "whole", "pages": asked.pages, "load": True}
     return main(BENCH, [Case(label="gpt", settings=settings)], asked)
 
 

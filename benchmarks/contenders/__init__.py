@@ -53,6 +53,12 @@ ROSTER = {
     "ours-verify-off": Entry(
         label='dist-ckpt, verify="off"', home="ours:Ours", options={"verify": "off"}
     ),
+    "ours-keep": Entry(
+        label='dist-ckpt, page_cache="keep"', home="ours:Ours", options={"page_cache": "keep"}
+    ),
+    "ours-drop": Entry(
+        label='dist-ckpt, page_cache="drop"', home="ours:Ours", options={"page_cache": "drop"}
+    ),
     "ours-verify-full": Entry(
         label='dist-ckpt, verify="full"', home="ours:Ours", options={"verify": "full"}
     ),

@@ -24,11 +24,16 @@ class Ours(Contender):
     """``dist_ckpt.save`` and ``dist_ckpt.load`` of a sharded state dict made before."""
 
     def __init__(
-        self, *, strategy: Sequence[Any] | None = None, verify: str = "read", **given: Any
+        self,
+        *,
+        strategy: Sequence[Any] | None = None,
+        verify: str = "read",
+        page_cache: str = "auto",
+        **given: Any,
     ) -> None:
         super().__init__(**given)
         self._strategy = None if strategy is None else (str(strategy[0]), int(strategy[1]))
-        self._save_options = dist_ckpt.SaveOptions(thread_count=self.threads)
+        self._save_options = dist_ckpt.SaveOptions(thread_count=self.threads, page_cache=page_cache)
         self._load_options = dist_ckpt.LoadOptions(thread_count=self.threads, verify=verify)
         self._described: dict[str, dist_ckpt.ShardedTensor] = {}
 

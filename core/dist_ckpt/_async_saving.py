@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from dist_ckpt._background.agreement import CommitPoint
 from dist_ckpt._background.orders import Publication
 from dist_ckpt._engine.commit import Attempt
+from dist_ckpt._engine.page_cache import PagePolicy
 from dist_ckpt._file_image import FileImage
 from dist_ckpt._formats.documents import COMMON_FILE
 from dist_ckpt._formats.objects import Room
@@ -55,6 +56,7 @@ class PlannedSave:
         publication: Rank 0's part of the commit of such files.
         pending: The planned save, for other formats.
         attempt: The attempt; rank 0 only.
+        pages: What becomes of the pages of what is written, for data files.
     """
 
     saver: str
@@ -67,6 +69,7 @@ class PlannedSave:
     publication: Publication | None = None
     pending: PendingSave | None = None
     attempt: Attempt | None = None
+    pages: PagePolicy = PagePolicy()  # noqa: RUF009 - frozen
 
     @property
     def name(self) -> str:
@@ -98,13 +101,14 @@ class _Departure:
 class _Known:
     """The plan of the save before, as far as it concerns this rank.
 
-    ``views`` and ``documents`` are rank 0's.
+    ``num_writers``: ranks of this rank's host that write. ``views`` and ``documents`` are rank 0's.
     """
 
     plan: int
     kind: tuple[object, ...]
     view: RankView
     image: FileImage
+    num_writers: int = 1
     views: tuple[RankView, ...] = ()
     documents: dict[str, bytes] | None = None
 
@@ -216,6 +220,7 @@ class _Step:
             image=known.image,
             publication=self._publication(known, prepared),
             attempt=self.coordinator.attempt,
+            pages=PagePolicy(self.options.page_cache, known.num_writers, self.target),
         )
 
     def _exchange(self, *, tell_all: bool) -> _Departure:
@@ -254,7 +259,10 @@ class _Step:
         )
         job = check_views(views, check_coverage=self.check_coverage)
         directory = self._begin()
-        work = plan_work(job, directory, self._prepared().request.format, self.coordinator)
+        work = plan_work(
+            job, directory, self._prepared().request.format, self.coordinator,
+            [view.host for view in views],
+        )  # fmt: skip
         self.views = views
         address = self.serve()
         # No number comes twice, so that nobody takes another plan for the one he remembers.
@@ -307,6 +315,7 @@ class _Step:
             kind=self._kind(prepared),
             view=prepared.view,
             image=images[0],
+            num_writers=assignment.num_writers,
             views=self.views,
             documents=documents[0] if documents else None,
         )

@@ -127,6 +127,7 @@ def _file_order(planned: PlannedSave) -> FileOrder:
         rank=planned.point.rank if planned.point is not None else 0,
         publication=planned.publication,
         destination=str(planned.target),
+        pages=planned.pages,
     )
 
 

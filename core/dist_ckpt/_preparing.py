@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dist_ckpt._collector import collector_paused
+from dist_ckpt._engine.owners import host_identity
 from dist_ckpt._formats.objects import Room, encode_common, object_shards
 from dist_ckpt._planning.table import LocalShards, local_shards
 from dist_ckpt._planning.together import JobTable
@@ -108,6 +109,7 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
             (request.format.backend, request.format.version),
             common_backend(request),
         ),
+        host_identity(),
     )
     return Prepared(request, parts, shards, view, common)
 

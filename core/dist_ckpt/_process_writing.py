@@ -136,6 +136,7 @@ class _Write:
                 files=self._image.names,
                 rank=self._pending.comm.rank,
                 commits=False,
+                pages=self._pending.assignment.pages(self._pending.options),
             ),
             descriptor=self._lease.arena.descriptor,
             arena_key=self._lease.key,

@@ -103,6 +103,7 @@ def _written(planned: PlannedSave, options: SaveOptions, rank: int) -> Written:
         files=write_durably(
             prepared.shards, image.files, planned.directory,
             thread_count=prepared.request.thread_count or options.thread_count, rank=rank,
+            pages=planned.pages,
         )
     )  # fmt: skip
 

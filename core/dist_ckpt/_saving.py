@@ -15,6 +15,7 @@ import numpy as np
 
 from dist_ckpt._collector import collector_paused
 from dist_ckpt._engine.commit import Attempt
+from dist_ckpt._engine.page_cache import PagePolicy, num_writers_by_rank
 from dist_ckpt._formats.base import SavePlan, WriteJob, Written
 from dist_ckpt._formats.documents import COMMON_FILE
 from dist_ckpt._planning.index import StoredTensor
@@ -65,11 +66,21 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one rank has to write, and where."""
+    """What one rank has to write, and where.
+
+    ``num_writers`` is how many ranks of this rank's host write; ``target`` is where the directory
+    will be once it is committed.
+    """
 
     directory: Path
     work: object
     passes_on: bool
+    num_writers: int = 1
+    target: Path | None = None
+
+    def pages(self, options: SaveOptions) -> PagePolicy:
+        """Return what becomes of the pages of what this rank writes."""
+        return PagePolicy(options.page_cache, self.num_writers, self.target)
 
 
 @dataclass(slots=True)
@@ -277,7 +288,8 @@ def _planned(
     def plan(views: Sequence[RankView]) -> list[Assignment]:
         with collector_paused():
             job = check_views(views, check_coverage=check_coverage)
-            return plan_work(job, place(), prepared().request.format, coordinator)
+            hosts = [view.host for view in views]
+            return plan_work(job, place(), prepared().request.format, coordinator, hosts)
 
     try:
         return comm.map_scatter(phase, lambda: prepared().view, plan)
@@ -306,14 +318,23 @@ def pass_on(pending: PendingSave) -> None:
 
 
 def plan_work(
-    job: JobTable, directory: Path, fmt: SaveFormat, coordinator: Coordinator
+    job: JobTable,
+    directory: Path,
+    fmt: SaveFormat,
+    coordinator: Coordinator,
+    hosts: Sequence[str],
 ) -> list[Assignment]:
     """Share out the work. Rank 0."""
     plan = coordinator.plan = fmt.plan(job, directory)
     for row in np.flatnonzero((job.sizes[2] == 0).any(axis=1)).tolist():
         info = job.views[job.rank[row]][job.index[row]]
         coordinator.empty[info.key] = StoredTensor(info.dtype, info.global_shape, (), info.role)
-    return [Assignment(directory, work, plan.passes_on) for work in plan.work]
+    attempt = coordinator.attempt
+    target = attempt.target if attempt is not None else directory
+    return [
+        Assignment(directory, work, plan.passes_on, num_writers, target)
+        for work, num_writers in zip(plan.work, num_writers_by_rank(hosts, plan.work), strict=True)
+    ]
 
 
 def _job(prepared: Prepared, assignment: Assignment, rank: int, options: SaveOptions) -> WriteJob:
@@ -324,6 +345,7 @@ def _job(prepared: Prepared, assignment: Assignment, rank: int, options: SaveOpt
         directory=assignment.directory,
         rank=rank,
         thread_count=prepared.request.thread_count or options.thread_count,
+        pages=assignment.pages(options),
     )
 
 

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from dist_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from dist_ckpt._engine.commit import Replace
 
-__all__ = ["BackgroundOptions", "LoadOptions", "SaveOptions", "checked_path", "path_to_tell"]
+__all__ = [
+    "BackgroundOptions",
+    "LoadOptions",
+    "PageCache",
+    "SaveOptions",
+    "checked_path",
+    "path_to_tell",
+]
+
+PageCache: TypeAlias = Literal["auto", "keep", "drop"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +44,10 @@ class SaveOptions:
         dcp_metadata: Whether a torch_dist checkpoint has the ``.metadata`` by which
             torch.distributed.checkpoint reads it, too. We do not need it; it grows with the number
             of shards (160 bytes each).
+        page_cache: Whether the pages of what was written stay in the page cache, so that a load on
+            the same host reads memory: ``keep``, ``drop``, or ``auto``: those of the newest
+            checkpoint stay if all of it that this host writes takes at most a quarter of the memory
+            that is available.
     """
 
     thread_count: int = 2
@@ -45,12 +58,17 @@ class SaveOptions:
     staging_dir: Path | None = None
     include_dir: Path | None = None
     dcp_metadata: bool = True
+    page_cache: PageCache = "auto"
 
     def __post_init__(self) -> None:
         """Refuse values that no save can work with."""
         _check_positive(thread_count=self.thread_count, timeout_secs=self.timeout_secs)
         if self.backend not in ("torch_dist", "zarr"):
             raise ConfigError(f"backend must be 'torch_dist' or 'zarr', not {self.backend!r}.")
+        if self.page_cache not in ("auto", "keep", "drop"):
+            raise ConfigError(
+                f"page_cache must be 'auto', 'keep' or 'drop', not {self.page_cache!r}."
+            )
 
     @property
     def format(self) -> tuple[str, int]:

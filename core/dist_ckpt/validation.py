@@ -130,11 +130,13 @@ class RankView:
     """What one rank tells the others of its request: descriptions, no data.
 
     ``formats`` are the backends and versions of a save, of the sharded and of the common part.
+    ``host`` is the machine of a rank that saves; equal for ranks that share its memory.
     """
 
     shards: Sequence[ShardInfo]
     objects: tuple[ShardedObject, ...]
     formats: tuple[tuple[str, int], ...] = ()
+    host: str = ""
 
 
 def check_formats(views: Sequence[RankView]) -> None:

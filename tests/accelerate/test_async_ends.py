@@ -284,6 +284,7 @@ def test_the_choices_come_from_yaml_and_the_environment(
     file.write_text(
         "dist_ckpt:\n  async_save: true\n  worker: thread\n  max_in_flight: 2\n"
         "  staging_budget_mib: 64\n  drain_timeout_secs: 30\n  log_metrics: false\n"
+        "  page_cache: drop\n"
     )
     monkeypatch.setenv("DIST_CKPT_OVERLAP", "true")
     monkeypatch.setenv("DIST_CKPT_MAX_IN_FLIGHT", "3")
@@ -292,6 +293,7 @@ def test_the_choices_come_from_yaml_and_the_environment(
     assert (config.async_save, config.overlap, config.worker) == (True, True, "thread")
     assert (config.max_in_flight, config.staging_budget_mib) == (3, 64)
     assert (config.drain_timeout_secs, config.log_metrics) == (5.0, False)
+    assert io.save_options(staging_dir=tmp_path, include_dir=None).page_cache == "drop"
     with pytest.raises(ConfigError, match="worker"):
         DistCkptIO(worker="fork")  # type: ignore[arg-type]
 

@@ -94,7 +94,7 @@ trainer:
       init_args:
         {{enabled: {enabled}, timeout_secs: 30, backend: torch_dist, async_save: true,
          worker: thread, max_in_flight: 2, drain_timeout_secs: 60, staging_budget_mib: 64,
-         events_file: {tmp_path}/events.jsonl}}
+         page_cache: drop, events_file: {tmp_path}/events.jsonl}}
   callbacks:
     - class_path: lightning.pytorch.callbacks.ModelCheckpoint
       init_args: {{dirpath: {tmp_path}, filename: one}}

@@ -16,13 +16,8 @@ import pytest
 import torch
 
 from dist_ckpt._engine.arena import Arena
-from dist_ckpt._engine.host_memory import (
-    MAKERS,
-    available_nbytes,
-    cgroup_nbytes,
-    make_file,
-    meminfo_nbytes,
-)
+from dist_ckpt._engine.available import available_nbytes, cgroup_nbytes, meminfo_nbytes
+from dist_ckpt._engine.host_memory import MAKERS, make_file
 from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt.errors import StorageError
 

@@ -46,6 +46,7 @@ def test_defaults() -> None:
         "drain_timeout_secs": 600.0,
         "events_file": None,
         "log_metrics": True,
+        "page_cache": "auto",
         "verify": "read",
         "verify_newest": "full",
         "preemption": False,

@@ -123,12 +123,28 @@ def test_the_real_call_takes_a_real_file(tmp_path: Path) -> None:
     assert call(descriptor, 0, len(DATA), 7) == errno.EBADF
 
 
-def test_documents_stay_in_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read again at once; data of a megabyte and more is let go of."""
-    told: list[int] = []
-    monkeypatch.setattr(local, "let_go", lambda _, __, stop: told.append(stop))
+def test_pages_are_dropped_of_large_data_only(
+    tmp_path: Path, calls: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents and small files stay in the page cache, and everything if the store keeps pages.
 
-    LocalStore(tmp_path).create("small", DATA[: (1 << 20) - 1])
-    LocalStore(tmp_path).create("large", DATA)
+    The disk is given the same runs either way.
+    """
+    dropped: list[str] = []
 
-    assert told == [len(DATA)]
+    def note(descriptor: int, *_: int) -> None:
+        dropped.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    monkeypatch.setattr(local, "drop_pages", note)
+    monkeypatch.setattr(_writeback, "drop_pages", note)
+    small = DATA[: (1 << 20) - 1]
+
+    LocalStore(tmp_path).create("document", DATA)
+    calls.clear()
+    for keeps_pages in (False, True):
+        store = LocalStore(tmp_path, keeps_pages=keeps_pages)
+        store.write(f"small {keeps_pages}", [Extent(0, small)], nbytes=len(small))
+        store.write(f"large {keeps_pages}", [Extent(0, DATA)], nbytes=len(DATA))
+
+    assert set(dropped) == {"large False"}
+    assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dist_ckpt._background.writing import write_files
+from dist_ckpt._engine.page_cache import PagePolicy
 from dist_ckpt._publishing import is_published, publish
 from dist_ckpt.errors import CoordinationError, StorageError
 
@@ -182,6 +183,7 @@ class FileOrder:
         commits: Whether all ranks commit what they have written.
         thread_count: Most files that are written at a time.
         destination: What is saved, for messages; the directory if empty.
+        pages: What becomes of the files' pages in the page cache.
     """
 
     directory: Path
@@ -191,6 +193,7 @@ class FileOrder:
     commits: bool = True
     thread_count: int = 2
     destination: str = ""
+    pages: PagePolicy = PagePolicy()  # noqa: RUF009 - frozen
 
     @property
     def target(self) -> str:
@@ -212,7 +215,13 @@ class FileOrder:
                 f"{self.directory} was made by rank 0 but is not there for rank {self.rank}.",
                 hint="the checkpoint directory must be on a file system that all ranks share.",
             )
-        return write_files(self.directory, self.files, staged, thread_count=self.thread_count)
+        return write_files(
+            self.directory,
+            self.files,
+            staged,
+            thread_count=self.thread_count,
+            keeps_pages=self.pages.begin(self.files),
+        )
 
     def publish(self, reports: Sequence[Mapping[str, FileSum]]) -> None:
         """Make the attempt the checkpoint. Rank 0."""

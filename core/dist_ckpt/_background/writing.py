@@ -31,7 +31,12 @@ _BLOCK_NBYTES = 16 << 20
 
 
 def write_files(
-    directory: Path, files: Sequence[tuple[str, int]], staged: Staged, *, thread_count: int
+    directory: Path,
+    files: Sequence[tuple[str, int]],
+    staged: Staged,
+    *,
+    thread_count: int,
+    keeps_pages: bool = False,
 ) -> dict[str, FileSum]:
     """Write each run as it is staged, then make all files and their names durable.
 
@@ -45,7 +50,7 @@ def write_files(
         CoordinationError: A byte was staged twice, never, or for no file.
         AbandonedError: The save was given up while it was staged.
     """
-    store = open_store(directory)
+    store = open_store(directory, keeps_pages=keeps_pages)
     images = [_Image(directory / checked_name(name), name, nbytes) for name, nbytes in files]
     effort = _Effort(staged)
     folders = sorted({image.path.parent for image in images} - {directory})

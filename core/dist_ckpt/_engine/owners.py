@@ -10,6 +10,7 @@ before the directory and removed after it, so that a crash leaves nothing withou
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -18,7 +19,15 @@ import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-__all__ = ["OWNER_SUFFIX", "Owner", "forget_owner", "owner_of", "record_of", "record_owner"]
+__all__ = [
+    "OWNER_SUFFIX",
+    "Owner",
+    "forget_owner",
+    "host_identity",
+    "owner_of",
+    "record_of",
+    "record_owner",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +85,12 @@ class Owner:
 
     def _is_host_of(self, here: Owner) -> bool:
         return bool(self.boot) or self.host == here.host
+
+
+@functools.cache
+def host_identity() -> str:
+    """Return what tells this machine from others: its kernel's start, or its name."""
+    return _line_of("/proc/sys/kernel/random/boot_id") or socket.gethostname()
 
 
 def record_of(path: Path) -> Path:

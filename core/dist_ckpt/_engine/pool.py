@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dist_ckpt._engine.arena import Arena
-from dist_ckpt._engine.host_memory import MAKERS, available_nbytes
+from dist_ckpt._engine.available import available_nbytes
+from dist_ckpt._engine.host_memory import MAKERS
 from dist_ckpt.errors import BarrierTimeoutError, ConfigError, StorageError
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dist_ckpt._engine.page_cache import PagePolicy
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -84,6 +86,7 @@ class WriteJob:
         directory: The attempt directory.
         rank: This rank.
         thread_count: Most files or requests at a time.
+        pages: What becomes of the files' pages in the page cache.
     """
 
     parts: SaveParts
@@ -92,6 +95,7 @@ class WriteJob:
     directory: Path
     rank: int
     thread_count: int
+    pages: PagePolicy = PagePolicy()  # noqa: RUF009 - frozen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

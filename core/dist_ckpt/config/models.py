@@ -34,6 +34,9 @@ class DistCkptConfig(BaseModel):
         events_file: Where to append what happens to saves, as JSON lines; ranks other than 0 put
             their number into the name.
         log_metrics: Whether the framework's loggers get stall, writing time and speed.
+        page_cache: Whether the pages of a checkpoint stay in the page cache when it is on disk, so
+            that a restart on the same host reads memory; ``auto`` keeps the newest one if it is
+            small against the memory that is available.
         verify: What a load compares with the checksums: what it reads, everything before anything
             is filled, or nothing.
         verify_newest: How closely a checkpoint is looked at before it counts as the newest one:
@@ -59,6 +62,7 @@ class DistCkptConfig(BaseModel):
     drain_timeout_secs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     events_file: str | None = None
     log_metrics: bool = True
+    page_cache: Literal["auto", "keep", "drop"] = "auto"
     verify: Literal["read", "full", "off"] = "read"
     verify_newest: Literal["files", "full"] = "full"
     preemption: bool = False

@@ -1,10 +1,12 @@
-"""Bytes of a file under way: given to the disk early, and let go of once it has them.
+"""Early writeback of a file that is being written, and dropping its pages once they are on disk.
 
-Here: ``Writeback``, which a writer tells what it has written. Not here: writing (``local``). Any
-thread, one at a time for each file; no torch.
+Here: ``Writeback``, which a writer tells what it has written, and ``drop_pages``. Not here: writing
+(``local``), whether pages are dropped (``_engine.page_cache``). Any thread, one at a time for each
+file; no torch.
 
-A file that is larger than a window goes through a window of the page cache: fsync finds little left
-to do, the cache keeps what others have in it, and the pages that are written next are those that
+The disk starts with the first run of bytes, so that fsync finds little left to do, and the number
+of dirty pages is bounded. If pages are dropped, a file takes no more than a window of the page
+cache: the cache keeps what others have in it, and the pages that are written next are those that
 were written before. New pages cost more than the bytes in them where a machine has to get them
 first: from other processes' files, or from its host.
 """
@@ -19,7 +21,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["RUN_NBYTES", "WINDOW_RUNS", "Writeback", "let_go"]
+__all__ = ["RUN_NBYTES", "WINDOW_RUNS", "Writeback", "drop_pages"]
 
 RUN_NBYTES = 4 << 20
 """Bytes that are given to the disk at a time."""
@@ -40,11 +42,12 @@ class Writeback:
 
     Args:
         descriptor: The file, which stays the caller's.
+        keeps_pages: Whether what is on disk stays in the page cache, too.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        """Know of no byte yet."""
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, *, keeps_pages: bool = False) -> None:
+        """Start with an empty file."""
+        self._descriptor, self._keeps_pages = descriptor, keeps_pages
         self._start = self._stop = 0  # of what the disk was not told of
         self._runs: deque[tuple[int, int]] = deque()
         self._is_on = True
@@ -63,7 +66,7 @@ class Writeback:
             self._is_on = self._give()
 
     def _give(self) -> bool:
-        """Give a run to the disk, and let go of the oldest one; False if that cannot be done."""
+        """Start to write a run, and finish the oldest one; False if the system cannot do that."""
         run = self._start, self._stop
         if not _ask(self._descriptor, *run, _WRITE):
             return False
@@ -73,14 +76,18 @@ class Writeback:
             oldest = self._runs.popleft()
             if not _ask(self._descriptor, *oldest, _WAIT_BEFORE | _WRITE | _WAIT_AFTER):
                 return False
-            let_go(self._descriptor, *oldest)
+            if not self._keeps_pages:
+                drop_pages(self._descriptor, *oldest)
         return True
 
 
-def let_go(descriptor: int, start: int, stop: int) -> None:
-    """Tell the kernel that nobody waits for these bytes to be read again; a hint."""
+def drop_pages(descriptor: int, start: int = 0, stop: int = 0) -> None:
+    """Drop what the page cache has of these bytes, up to the end if ``stop`` is 0; a hint.
+
+    What is not on disk yet stays.
+    """
     with contextlib.suppress(OSError, AttributeError):  # not all systems have it
-        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, start, max(stop - start, 0), os.POSIX_FADV_DONTNEED)
 
 
 def _ask(descriptor: int, start: int, stop: int, flags: int) -> bool:

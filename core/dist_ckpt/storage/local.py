@@ -25,7 +25,7 @@ from dist_ckpt.errors import (
     CorruptedCheckpointError,
     StorageError,
 )
-from dist_ckpt.storage._writeback import Writeback, let_go
+from dist_ckpt.storage._writeback import Writeback, drop_pages
 from dist_ckpt.storage.base import checked_name
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from dist_ckpt.storage.base import Extent
 
 __all__ = [
+    "LARGE_NBYTES",
     "LocalStore",
+    "drop_pages",
     "fsync_directory",
     "hint_of_errno",
     "is_directory",
@@ -46,9 +48,8 @@ __all__ = [
 _MAX_IO_NBYTES = 1 << 30
 """read(2) and write(2) move at most 0x7ffff000 bytes a call on Linux; stay below it."""
 
-_LARGE_NBYTES = 1 << 20
-"""The page cache does not keep what was written to a file from this size on: the documents of a
-checkpoint are read again soon, its data mostly never."""
+LARGE_NBYTES = 1 << 20
+"""The pages of smaller files are never dropped: there is little to win."""
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -59,11 +60,13 @@ class LocalStore:
 
     Args:
         root: The directory.
+        keeps_pages: Whether what is written stays in the page cache. What ``create`` writes always
+            does: documents are small, and the first that a load reads.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, keeps_pages: bool = False) -> None:
         """Remember the root; nothing is opened yet."""
-        self._root = root
+        self._root, self._keeps_pages = root, keeps_pages
         self._prefix = f"{root}/"  # joining paths takes as long as opening a file
         self._folders: set[str] = set()  # of names, found to be real ones
         self._held: dict[tuple[int, str], int] = {}  # thread and name -> descriptor
@@ -117,7 +120,7 @@ class LocalStore:
 
     def writer(self, name: str, *, nbytes: int) -> LocalWriter:
         """Create ``name``."""
-        return LocalWriter(self._text(name), nbytes)
+        return LocalWriter(self._text(name), nbytes, keeps_pages=self._keeps_pages)
 
     def write(self, name: str, extents: Iterable[Extent], *, nbytes: int) -> FileSum:
         """Create ``name`` from ``extents`` and fsync it."""
@@ -131,7 +134,7 @@ class LocalStore:
 
     def create(self, name: str, data: bytes) -> FileSum:
         """Create the small file ``name`` and fsync it."""
-        writer = self.writer(name, nbytes=len(data))
+        writer = LocalWriter(self._text(name), len(data), keeps_pages=True)
         try:
             writer.write_at(0, memoryview(data))
             return writer.finish()
@@ -214,19 +217,21 @@ class LocalWriter:
     Args:
         path: The file, which must not exist.
         nbytes: Size that it will have.
+        keeps_pages: Whether its pages stay in the page cache.
 
     Raises:
         StorageError: It cannot be created.
     """
 
-    def __init__(self, path: Path | str, nbytes: int) -> None:
+    def __init__(self, path: Path | str, nbytes: int, *, keeps_pages: bool = False) -> None:
         """Create the file."""
         self._path, self._nbytes = path, nbytes
+        self._keeps_pages = keeps_pages or nbytes < LARGE_NBYTES
         self._sums = BlockSums()
         self._descriptor = -1
         with storage_errors("create", path):
             self._descriptor = os.open(path, _CREATE, 0o666)
-        self._writeback = Writeback(self._descriptor)
+        self._writeback = Writeback(self._descriptor, keeps_pages=self._keeps_pages)
 
     def write_at(self, position: int, data: memoryview) -> None:
         """Write bytes (a flat view of them), and sum them up while they are at hand."""
@@ -249,8 +254,8 @@ class LocalWriter:
             os.ftruncate(self._descriptor, self._nbytes)
             found = self._sums.finish(self._nbytes, self._read)
             os.fsync(self._descriptor)
-            if self._nbytes >= _LARGE_NBYTES:
-                let_go(self._descriptor, 0, self._nbytes)
+            if not self._keeps_pages:
+                drop_pages(self._descriptor)
         self.abandon()
         return found
 

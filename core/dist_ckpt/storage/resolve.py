@@ -22,9 +22,14 @@ __all__ = ["open_store", "wrapped_stores"]
 _wrappers: list[Callable[[Store, Path], Store]] = []
 
 
-def open_store(directory: Path) -> Store:
-    """Return the store of the files below ``directory``."""
-    store: Store = LocalStore(directory)
+def open_store(directory: Path, *, keeps_pages: bool = False) -> Store:
+    """Return the store of the files below ``directory``.
+
+    Args:
+        directory: Where they are.
+        keeps_pages: Whether what is written stays in the page cache, see ``_engine.page_cache``.
+    """
+    store: Store = LocalStore(directory, keeps_pages=keeps_pages)
     for wrap in _wrappers:
         store = wrap(store, directory)
     return store

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
     from torch.distributed.checkpoint.planner import WriteItem
 
+    from dist_ckpt._engine.page_cache import PagePolicy
     from dist_ckpt._formats.torch_dist.records import RecordFrame
     from dist_ckpt.storage import Store
 
@@ -108,6 +109,7 @@ def write_buckets(
     directory: Path,
     thread_count: int,
     transforms: _StorageWriterTransforms,
+    pages: PagePolicy,
 ) -> None:
     """Write the buckets durably and put into ``results`` what was written, or the failure.
 
@@ -120,8 +122,10 @@ def write_buckets(
         directory: Where the files go.
         thread_count: Files at a time.
         transforms: DCP's stream extensions.
+        pages: What becomes of the files' pages in the page cache.
     """
-    store = open_store(directory)
+    keeps_pages = pages.begin([(one.name, _nbytes(one)) for one in buckets])
+    store = open_store(directory, keeps_pages=keeps_pages)
     jobs = [_job(store, bucket, transforms) for bucket in buckets]
     try:
         written = run_jobs(jobs, thread_count=thread_count, name="dist_ckpt-write")
@@ -134,6 +138,17 @@ def write_buckets(
         results.put(_wrap_exception(error))
     else:
         results.put([result for one in written for result in one])
+
+
+def _nbytes(bucket: WriteBucket) -> int:
+    """Return the size of the values, which is about that of the file."""
+    return sum(_value_nbytes(one.data) for one in bucket.entries)
+
+
+def _value_nbytes(value: torch.Tensor | io.BytesIO | bytes) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return len(value if isinstance(value, bytes) else value.getbuffer())
 
 
 def _job(

@@ -78,7 +78,12 @@ class TorchDistFormat:
             thread_count=job.thread_count,
         )
         files = write_durably(
-            job.shards, planned, job.directory, thread_count=job.thread_count, rank=job.rank
+            job.shards,
+            planned,
+            job.directory,
+            thread_count=job.thread_count,
+            rank=job.rank,
+            pages=job.pages,
         )
         return Written(files=files, results=rank_chunks(planned))
 

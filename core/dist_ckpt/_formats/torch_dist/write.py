@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from dist_ckpt._checksums import FileSum
+    from dist_ckpt._engine.page_cache import PagePolicy
     from dist_ckpt._formats.torch_dist.layout import PlannedFile
     from dist_ckpt._planning.table import LocalShards
     from dist_ckpt.storage import Store
@@ -71,6 +72,7 @@ def write_durably(
     *,
     thread_count: int,
     rank: int,
+    pages: PagePolicy,
 ) -> dict[str, FileSum]:
     """Write this rank's files into an existing directory, names and all; return their checksums.
 
@@ -83,7 +85,9 @@ def write_durably(
             f"{directory} was made by rank 0 but is not there for rank {rank}.",
             hint="the checkpoint directory must be on a file system that all ranks share.",
         )
-    written = write_shards(shards, files, open_store(directory), thread_count=thread_count)
+    keeps_pages = pages.begin([(file.name, file.nbytes) for file in files])
+    store = open_store(directory, keeps_pages=keeps_pages)
+    written = write_shards(shards, files, store, thread_count=thread_count)
     with storage_errors("sync", directory):
         fsync_directory(directory)
     found = {file.name: file.found for file in written}

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.futures import Future
 
+from dist_ckpt._engine.page_cache import PagePolicy
 from dist_ckpt._formats.torch_dist.buckets import (
     WriteBucket,
     WriteEntry,
@@ -163,6 +164,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             directory=self._directory,
             thread_count=self.thread_count,
             transforms=self.transforms,
+            # Which ranks share this host's memory was never exchanged: as if all did.
+            pages=PagePolicy(num_writers=self._world_size(), target=self._directory),
         )
         stage = partial(stage_buckets, self.write_buckets)
         return write, stage, [self._rank(), self.write_buckets, self.results_queue]
@@ -261,6 +264,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.rank is not None:
             return self.rank
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def _world_size(self) -> int:
+        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
     def _prepare(self, plan: SavePlan, planner: SavePlanner, *, copies: bool) -> None:
         buckets = []

@@ -101,6 +101,7 @@ def write_arrays(job: WriteJob, zarr_format: int) -> Written:
         for box in split_on_grid(item.box, array.grid.cell, array.itemsize, 1)
     ]
     every += [files.shared(shared) for shared in work.shared]
+    files.open(job.pages.begin([(file.name, file.nbytes) for file in every]))
     few, many = job.thread_count, job.thread_count
     if job.thread_count > 1:
         many *= _WAITING_THREADS
@@ -169,10 +170,14 @@ class _Files:
 
     def __init__(self, job: WriteJob, zarr_format: int) -> None:
         self._job, self._zarr_format = job, zarr_format
-        self._store = open_store(job.directory)
+        self._store = open_store(job.directory)  # to read what others have put down
         # Most arrays of a model have one of a few shapes, and then the same of both.
         self._documents: dict[tuple[object, ...], bytes] = {}
         self._indexes: dict[tuple[object, ...], bytes] = {}
+
+    def open(self, keeps_pages: bool) -> None:  # noqa: FBT001 - one argument
+        """Get ready to write."""
+        self._store = open_store(self._job.directory, keeps_pages=keeps_pages)
 
     def document(self, array: Array) -> _File:
         """Return the metadata of an array."""
