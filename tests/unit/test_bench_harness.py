@@ -281,5 +281,5 @@ def test_a_benchmark_runs_end_to_end(tmp_path: Path) -> None:
     assert result["failed"] == {}
     assert [run["contender"] for run in result["runs"]] == ["floor", "ours"]
     for run in result["runs"]:
-        assert run["measures"].keys() == {"first", "second"}
+        assert run["measures"].keys() == {"first", "second", "load"}
         assert run["measures"]["first"]["stored"] >= run["measures"]["first"]["state"] > 4e6

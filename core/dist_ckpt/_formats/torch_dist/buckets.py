@@ -147,7 +147,7 @@ def _nbytes(bucket: WriteBucket) -> int:
 
 def _value_nbytes(value: torch.Tensor | io.BytesIO | bytes) -> int:
     if isinstance(value, torch.Tensor):
-        return value.nbytes
+        return value.numel() * value.element_size()  # sparse ones, too: no more than that
     return len(value if isinstance(value, bytes) else value.getbuffer())
 
 
