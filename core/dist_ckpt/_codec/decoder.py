@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from dist_ckpt._codec.names import MAX_DEPTH, PAIR_TAGS, is_tag, render, unescape
+from dist_ckpt._codec.subclasses import TensorParts, admitted_class, join
 from dist_ckpt._codec.table import BY_TAG, FACTORIES, from_base64
 from dist_ckpt.errors import (
     CheckpointingException,
@@ -165,6 +166,7 @@ class Decoder:
             "$pickle": self._unpickle,
             "$own": self._own_value,
             "$attributes": self._with_attributes,
+            "$subclass": self._subclass,
         }
         if tag in special:
             return special[tag](payload)
@@ -227,6 +229,28 @@ class Decoder:
         if type(number) is not int or not 0 <= number < len(self._tensors):
             raise ValueError(f"there is no tensor {number!r} among {len(self._tensors)}")
         return self._tensors[number]
+
+    def _subclass(self, payload: Any) -> torch.Tensor:
+        (module, qualname), sizes, inner, context = payload
+        shape, stride = (tuple(one) for one in sizes)
+        if not all(type(one) is int and one >= 0 for one in (*shape, *stride)):
+            raise ValueError("expected sizes")
+        cls = admitted_class(module, qualname)
+        if cls is None:
+            path = render("", self._trail) or "the value"
+            raise UnsafeContentError(
+                f"{self._prefix}{path}: a tensor of class {module}.{qualname}, which is not among "
+                f"those that may be rebuilt here.",
+                hint="import what defines it; if you trust the class, call "
+                "torch.serialization.add_safe_globals with it.",
+            )
+        tensors = {name: self._child(name, one) for name, one in inner}
+        if not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+            raise TypeError("expected tensors")
+        parts = TensorParts(
+            tensors=tensors, context=self.value(context), shape=shape, stride=stride
+        )
+        return join(cls, parts)
 
     def _unpickle(self, payload: Any) -> Any:
         name, data = payload["type"], from_base64(payload["data"])

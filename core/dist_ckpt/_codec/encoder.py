@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from dist_ckpt._codec.names import MAX_DEPTH, escape, render
+from dist_ckpt._codec.subclasses import is_admitted, is_wrapper, take_apart
 from dist_ckpt._codec.table import FACTORIES, Rule, rule_of, to_base64
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.types import ValueType, ValueTypes, value_types
@@ -129,7 +130,7 @@ class Encoder:
             attributes = getattr(value, "__dict__", None)
             return {"$attributes": [document, self.value(attributes)]} if attributes else document
         if isinstance(value, torch.Tensor):
-            document, is_parameter = self._tensor(value), type(value) is torch.nn.Parameter
+            document, is_parameter = self._tensor(value), isinstance(value, torch.nn.Parameter)
             return {"$parameter": [document, value.requires_grad]} if is_parameter else document
         return self._by_rule(value, rule_of(value))
 
@@ -173,6 +174,8 @@ class Encoder:
         return [[self._child(k, k), self._child(k, item)] for k, item in value.items()]
 
     def _tensor(self, value: torch.Tensor) -> Any:
+        if is_wrapper(value):
+            return self._wrapper(value)
         if type(value) not in {torch.Tensor, torch.nn.Parameter}:
             return self._fail(
                 f"is a {type(value).__name__}: describe it as a ShardedTensor (dist_ckpt.derive) "
@@ -190,6 +193,23 @@ class Encoder:
             self._numbers[id(value)] = (value, len(self.tensors))
             self.tensors.append(value.detach().resolve_conj().resolve_neg())
         return {"$tensor": self._numbers[id(value)][1]}
+
+    def _wrapper(self, value: torch.Tensor) -> Any:
+        cls = type(value)
+        if not is_admitted(cls):
+            return self._fail(
+                f"is a {cls.__module__}.{cls.__qualname__}, which no load rebuilds before "
+                f"torch.serialization.add_safe_globals([{cls.__name__}]) has admitted it"
+            )
+        parts = take_apart(value)
+        had_pickles, self.has_pickles = self.has_pickles, False
+        context = self.value(parts.context)
+        has_pickles, self.has_pickles = self.has_pickles, had_pickles
+        if has_pickles:
+            return self._fail(f"is a {cls.__name__} whose context can only be pickled")
+        inner = [[name, self._child(name, one)] for name, one in parts.tensors.items()]
+        sizes = [list(parts.shape), list(parts.stride)]
+        return {"$subclass": [[cls.__module__, cls.__qualname__], sizes, inner, context]}
 
     def _pickle(self, value: object) -> Any:
         name = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -71,8 +71,11 @@ def join(cls: type, parts: TensorParts) -> torch.Tensor:
         ValueError: What the class made of them is not what the parts say.
     """
     unflatten: Any = cls.__tensor_unflatten__  # type: ignore[attr-defined]  # of every wrapper class
-    with torch.no_grad():
-        value: torch.Tensor = unflatten(parts.tensors, parts.context, parts.shape, parts.stride)
+    try:
+        with torch.no_grad():
+            value: torch.Tensor = unflatten(parts.tensors, parts.context, parts.shape, parts.stride)
+    except AssertionError as error:  # how such classes check what they are given
+        raise ValueError(f"{cls.__name__} cannot be made of these parts: {error}") from error
     if type(value) is not cls or tuple(value.shape) != parts.shape:
         raise ValueError(
             f"{cls.__name__} made a {type(value).__name__} of shape "
