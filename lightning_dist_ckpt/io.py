@@ -77,6 +77,8 @@ class DistCkptIO(CheckpointIO):
         page_cache: Whether the pages of a checkpoint stay in the page cache when it is on disk, so
             that a restart on the same host reads memory; ``auto`` keeps the newest one if it is
             small against the memory that is available.
+        cast: What a load does where stored and requested dtype differ: convert, with one warning
+            that names keys and dtypes (``allow``), or raise (``error``).
         verify: What a load compares with the checksums: what it reads, everything before anything
             is filled, or nothing.
         verify_newest: How closely a checkpoint is looked at before it counts as the newest one:
@@ -107,6 +109,7 @@ class DistCkptIO(CheckpointIO):
         events_file: str | None = None,
         log_metrics: bool | None = None,
         page_cache: Literal["auto", "keep", "drop"] | None = None,
+        cast: Literal["allow", "error"] | None = None,
         verify: Literal["read", "full", "off"] | None = None,
         verify_newest: Literal["files", "full"] | None = None,
         preemption: bool | None = None,
@@ -131,6 +134,7 @@ class DistCkptIO(CheckpointIO):
             events_file=events_file,
             log_metrics=log_metrics,
             page_cache=page_cache,
+            cast=cast,
             verify=verify,
             verify_newest=verify_newest,
             preemption=preemption,
@@ -186,7 +190,7 @@ class DistCkptIO(CheckpointIO):
             timeout_secs=self.config.timeout_secs,
             verify=self.config.verify,
             allow_pickle=self.config.allow_pickle if weights_only is None else not weights_only,
-            cast="allow",
+            cast=self.config.cast,
         )
 
     def save_checkpoint(

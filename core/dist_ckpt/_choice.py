@@ -6,7 +6,6 @@ those steps. Called inside of exchanges, so that a missing package on one rank i
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._formats.native import new_format
@@ -115,7 +114,8 @@ def chosen_source(
         isinstance(strategy, NativeLoadShardedStrategy) and contents.is_indexed
     ):
         source = strategy_source(None, other, contents.directory)
-        return replace(source, thread_count=getattr(sharded, "thread_count", None))
+        # A tuple says nothing of how to read: the options do.
+        return source if strategy is not sharded or strategy is None else strategy.bound(source)
     return strategy_source(strategy, other, contents.directory)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt._comm import group_communicator
-from dist_ckpt._engine.memory import bits
+from dist_ckpt._engine.memory import bits, copy_converted
 from dist_ckpt._geometry import Box, split_box
 from dist_ckpt._planning.describe import dtype_from_name, dtype_name
 from dist_ckpt.errors import CheckpointingException, CoordinationError, MismatchError
@@ -39,7 +39,6 @@ __all__ = [
     "MAX_IN_FLIGHT_NBYTES",
     "ShardId",
     "can_be_filled",
-    "copy_bits",
     "exchange_objects",
     "exchange_tensors",
     "sort_key",
@@ -154,7 +153,7 @@ class _Link:
                 if self.rank in piece.item.receivers:
                     region = _region(self.targets[piece.item.shard].detach(), piece.box)
                     dtype = dtype_from_name(piece.item.kind.dtype)
-                    copy_bits(_window(buffer, piece, dtype), region)
+                    copy_converted(region, _window(buffer, piece, dtype))
 
     @contextlib.contextmanager
     def _keeping_failures(self) -> Iterator[None]:
@@ -162,15 +161,6 @@ class _Link:
             yield
         except Exception as error:  # noqa: BLE001 - told when nobody waits for this rank any more
             self.failures.append(error)
-
-
-def copy_bits(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy values of one dtype and shape, bit for bit; ``target`` may be on another device."""
-    with torch.no_grad():
-        # Conjugated and negated views cannot be seen as integers.
-        plain = not any((x.is_conj() or x.is_neg()) for x in (source, target))
-        target, source = (bits(target), bits(source)) if plain else (target, source)
-        target.copy_(source)
 
 
 def exchange_tensors(

@@ -7,12 +7,14 @@ exchanges in all; reading itself waits for nobody.
 from __future__ import annotations
 
 import functools
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dist_ckpt._collector import collector_paused
+from dist_ckpt._engine.memory import has_conversion
 from dist_ckpt._filling import fill_tensors, read_whole
 from dist_ckpt._formats.documents import COMMON_FILE, CheckpointContents, check_unchanged
 from dist_ckpt._formats.objects import COMMON_KEY, decode_document
@@ -22,7 +24,13 @@ from dist_ckpt._formats.torch_dist.foreign import (
     sharded_object_keys,
 )
 from dist_ckpt._geometry import Box
-from dist_ckpt._integrity.match import agreeing_boxes, content_problems, describe_unexpected
+from dist_ckpt._integrity.match import (
+    agreeing_boxes,
+    content_problems,
+    describe_unexpected,
+    differing_dtypes,
+    key_of_object,
+)
 from dist_ckpt._planning.describe import dtype_from_name, dtype_name
 from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt._planning.table import ShardTable, local_shards
@@ -37,8 +45,10 @@ from dist_ckpt.validation import (
     StrictPolicy,
     check_objects,
     check_sharding,
+    of_ranks,
     react,
     shortened,
+    warn_of_casts,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +72,10 @@ __all__ = [
 ]
 
 
+_reading: ContextVar[bool] = ContextVar("dist_ckpt_reading", default=False)
+"""Whether a load is in its last step: what differs has been told by then."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadResult:
     """A loaded state dict, the keys that were not found, and the keys that no rank asked for."""
@@ -81,6 +95,8 @@ class Source:
             exchange with other ranks by itself. None: read as our own formats.
         read_common: Returns the common part. None: read as our own.
         thread_count: Reads at a time, in place of the options'.
+        allow_pickle: Whether pickled objects may be loaded even if the options do not say so.
+        refuses_casts: Whether another dtype is an error even if the options allow it.
     """
 
     stored: Callable[[], Mapping[str, ShardedTensor | ShardedObject]] | None = None
@@ -90,6 +106,17 @@ class Source:
     ) = None
     read_common: Callable[[], StateDict] | None = None
     thread_count: int | None = None
+    allow_pickle: bool = False
+    refuses_casts: bool = False
+
+    def chosen(self, options: LoadOptions) -> LoadOptions:
+        """Return the options for the sharded part, with what this source says of them."""
+        return replace(
+            options,
+            thread_count=self.thread_count or options.thread_count,
+            allow_pickle=self.allow_pickle or options.allow_pickle,
+            cast="error" if self.refuses_casts else options.cast,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,19 +163,33 @@ def run_load(
     raised on all. ``common`` is the common part, if it was read before.
     """
     where = contents.directory
+    # A strategy that reads for this load may call this function again.
+    is_inner = _reading.get()
 
     def match() -> _Request:
         asked = build()
         with collector_paused():
-            return _match(asked, contents, policy, options)
+            return _match(asked, contents, options)
 
     request = functools.cache(match)
     missing = comm.map_reduce(
         f"matching the request with {where}",
         lambda: request().view,
-        lambda views: _agree(views, request().known, policy, check_coverage=check_coverage),
+        lambda views: _agree(
+            views,
+            request().known,
+            policy,
+            check_coverage=check_coverage,
+            warns_of_casts=not is_inner,
+        ),
     )
-    read = _attempted(lambda: _read(request(), options, common))
+    if policy.reaction == "log":
+        react(policy, str(where), request().view.unexpected, missing)
+    token = _reading.set(True)
+    try:
+        read = _attempted(lambda: _read(request(), options, common))
+    finally:
+        _reading.reset(token)
     state_dict: StateDict = {}
     comm.map_reduce(f"reading {where}", lambda: state_dict.update(read()), lambda _: None)
     return LoadResult(state_dict, frozenset(request().unexpected), missing)
@@ -218,9 +259,7 @@ def read_common(contents: CheckpointContents, options: LoadOptions) -> StateDict
     return common
 
 
-def _match(
-    asked: LoadRequest, contents: CheckpointContents, policy: StrictPolicy, options: LoadOptions
-) -> _Request:
+def _match(asked: LoadRequest, contents: CheckpointContents, options: LoadOptions) -> _Request:
     """Take the request apart and compare it with what is stored. Every rank."""
     source, known = asked.source, contents
     if source.stored is not None:
@@ -229,25 +268,80 @@ def _match(
     table = local_shards(parts.tensors, with_data=False).table
     wanted = wanted_of(table, known.index.tensors)
     absent = {table.keys[at] for at in np.flatnonzero(~wanted.stored.is_tensor).tolist()}
-    object_keys = {*known.index.keys_of("object"), *known.objects} if parts.objects else set()
-    objects = [one for one in parts.objects if one.unique_key in object_keys]
-    unexpected = absent | {one.unique_key for one in parts.objects} - object_keys
+    stored = {*known.index.keys_of("object"), *known.objects} if parts.objects else set()
+    objects = [one for one in parts.objects if one.unique_key in stored]
+    unexpected, lines = absent, list[str]()
     tensors = parts.tensors
-    if unexpected:
+    if absent or len(objects) < len(parts.objects):
         tensors = tuple(one for one in parts.tensors if one.key not in absent)
-        names = {*known.index.keys_of("tensor"), *known.index.keys_of("object"), *known.objects}
-        lines = describe_unexpected(sorted(unexpected), names)
-        react(policy, str(contents.directory), lines, ())
-    cast = options.cast == "allow"
+        lacking = [one for one in parts.objects if one.unique_key not in stored]
+        unexpected, lines = _unexpected(absent, lacking, known)
+    cast = source.chosen(options).cast == "allow"
     if not agreeing_boxes(table, wanted, cast=cast).all():
         problems = content_problems(tensors, known.index, cast=cast)
         if problems:
             raise MismatchError(f"{contents.directory}: {shortened(problems)}")
-    view = RankView(table, tuple(one.without_data() for one in parts.objects))
+    casts = differing_dtypes(table, wanted)
+    _check_conversions(casts, str(contents.directory))
+    view = RankView(
+        table,
+        tuple(one.without_data() for one in parts.objects),
+        casts=casts,
+        unexpected=tuple(lines),
+    )
     found = (table, wanted) if known is contents and not absent else None
     return _Request(
         source, contents, known, parts, tensors, objects, sorted(unexpected), view, found
     )
+
+
+def _unexpected(
+    absent: set[str], lacking: Sequence[ShardedObject], known: CheckpointContents
+) -> tuple[set[str], list[str]]:
+    """Return the requested keys that are not stored, and one line for each.
+
+    Args:
+        absent: Keys of tensors that are not stored.
+        lacking: Objects that are not stored.
+        known: What is stored.
+
+    Raises:
+        MismatchError: A key is stored, but as something else, or on another grid: that is no
+            difference of keys, so no policy lets it pass.
+    """
+    shards = [*known.index.keys_of("object"), *known.objects]
+    objects = {key_of_object(one): one for one in shards}
+    tensors = set(known.index.keys_of("tensor"))
+    problems = [
+        f"{key!r}: a tensor is expected, an object is stored" for key in sorted(absent & {*objects})
+    ]
+    for one in lacking:
+        if one.key in objects:
+            problems.append(
+                f"Object shard {one.unique_key} not found: {objects[one.key]} is stored"
+            )
+        elif one.key in tensors:
+            problems.append(f"{one.key!r}: an object is expected, a tensor is stored")
+    if problems:
+        raise MismatchError(f"{known.directory}: {shortened(list(dict.fromkeys(problems)))}")
+    unexpected = absent | {one.key for one in lacking}
+    return unexpected, describe_unexpected(sorted(unexpected), {*tensors, *objects})
+
+
+def _check_conversions(casts: Mapping[str, tuple[str, str]], where: str) -> None:
+    """Raise for dtypes that torch cannot convert, before anything is filled.
+
+    Raises:
+        MismatchError: With all keys.
+    """
+    possible = {pair: has_conversion(*map(dtype_from_name, pair)) for pair in set(casts.values())}
+    problems = [
+        f"{key!r}: {pair[0]} is stored, {pair[1]} is expected, and torch does not convert it"
+        for key, pair in casts.items()
+        if not possible[pair]
+    ]
+    if problems:
+        raise MismatchError(f"{where}: {shortened(problems)}")
 
 
 def _agree(
@@ -256,35 +350,45 @@ def _agree(
     policy: StrictPolicy,
     *,
     check_coverage: bool,
+    warns_of_casts: bool,
 ) -> frozenset[str]:
     """Check what only all requests together show; return the missing keys. Rank 0."""
+    missing = _missing(views, contents) if policy.check_missing else frozenset()
+    if policy.reaction == "raise":
+        unexpected = of_ranks([view.unexpected for view in views])
+        react(policy, str(contents.directory), unexpected, missing)
     if check_coverage:
         check_sharding([view.shards for view in views], coverage=True)
         check_objects([view.objects for view in views])
-    if not policy.check_missing:
-        return frozenset()
-    asked = {key for view in views for key in ShardTable.of(view.shards).keys}
-    asked |= {one.unique_key for view in views for one in view.objects}
-    index = contents.index
-    stored = {*index.keys_of("tensor"), *index.keys_of("object"), *sharded_object_keys(contents)}
-    missing = frozenset(stored - asked)
-    react(policy, str(contents.directory), (), missing)
+    if warns_of_casts:
+        warn_of_casts([view.casts for view in views], str(contents.directory))
     return missing
+
+
+def _missing(views: Sequence[RankView], contents: CheckpointContents) -> frozenset[str]:
+    """Return the stored keys that no rank asks for. Rank 0."""
+    asked = {key for view in views for key in ShardTable.of(view.shards).keys}
+    asked |= {one.key for view in views for one in view.objects}
+    objects = [*contents.index.keys_of("object"), *sharded_object_keys(contents)]
+    stored = {*contents.index.keys_of("tensor"), *map(key_of_object, objects)}
+    return frozenset(stored - asked)
 
 
 def _read(request: _Request, options: LoadOptions, common: StateDict | None) -> StateDict:
     """Fill the requested tensors, decode objects and put it all together. Every rank."""
     source, contents = request.source, request.contents
-    options = replace(options, thread_count=source.thread_count or options.thread_count)
+    chosen = source.chosen(options)
     if source.read is None:
         tensors: list[Any] = [
-            *fill_tensors(request.tensors, contents, options, known=request.wanted)
+            *fill_tensors(request.tensors, contents, chosen, known=request.wanted)
         ]
-        objects = [read_object(one, contents, options) for one in request.objects]
+        objects = [read_object(one, contents, chosen) for one in request.objects]
     else:
         tensors, objects = source.read(request.tensors, request.objects)
     if common is None:
-        common = source.read_common() if source.read_common else read_common(contents, options)
+        # Pickle is allowed for the strategy's own part only.
+        chosen = replace(chosen, allow_pickle=options.allow_pickle)
+        common = source.read_common() if source.read_common else read_common(contents, chosen)
     check_unchanged(contents)
     return merge_after_load(
         request.parts,

@@ -64,7 +64,6 @@ __all__ = [
     "data_by_id",
     "fitting_cache",
     "match_together",
-    "name_of",
     "own_leaves",
     "present_device",
     "view_of",
@@ -243,8 +242,8 @@ def ask_for(
         choices=choices,
         group=_ranks(choices.algo, comm, group),
         view=view_of(request, with_data=False) if choices.validate else None,
-        wanted={shard_id(leaf): (name_of(leaf), shard_facts(leaf)) for leaf in leaves},
-        names=frozenset(name_of(leaf) for leaf in own),
+        wanted={shard_id(leaf): (leaf.key, shard_facts(leaf)) for leaf in leaves},
+        names=frozenset(leaf.key for leaf in own),
         available={
             shard: shard_facts(leaf)
             for leaf in own
@@ -258,11 +257,6 @@ def _ranks(algo: str, comm: Communicator, group: ProcessGroup | None) -> tuple[i
         return (comm.rank,)
     group_communicator(group)  # raises if this rank is not in it
     return tuple(range(comm.size) if group is None else dist.get_process_group_ranks(group))
-
-
-def name_of(leaf: ShardedTensor | ShardedObject) -> str:
-    """Return the name by which strict modes know a leaf."""
-    return leaf.unique_key if isinstance(leaf, ShardedObject) else leaf.key
 
 
 def answers(asks: Sequence[Ask]) -> list[Answer]:
@@ -322,8 +316,7 @@ def match_together(ask: Callable[[], Ask], comm: Communicator) -> Answer:
         raise NotImplementedError(f"exchange_algo must be one of {', '.join(EXCHANGE_ALGOS)}.")
     if answer.choices.policy.reaction == "log":
         lines = [f"{name!r} is not stored" for name in sorted(answer.unexpected)]
-        # What is missing is the same for all ranks: one of them tells.
-        react(answer.choices.policy, HERE, lines, answer.missing if comm.rank == 0 else ())
+        react(answer.choices.policy, HERE, lines, answer.missing)
     return answer
 
 

@@ -377,10 +377,11 @@ def diff(
 ) -> tuple[list[Path], list[Path], list[tuple[Path, type, type]]]:
     """Compare two trees.
 
-    Tensors differ when shape, dtype or any element does, wherever they are stored. Elements with
-    the same bits are equal, so a tensor with NaN does not differ from its own copy; floats compare
-    likewise. Tuples and dataclasses are leaves, compared as a whole by the same rules; a
-    ``replica_id`` does not count, because replicas are equal by definition.
+    Tensors differ when shape or any element does, whatever dtype they have and wherever they are
+    stored: ones of two dtypes are equal. Elements with the same bits are equal, so a tensor with
+    NaN does not differ from its own copy; floats compare likewise. Tuples and dataclasses are
+    leaves, compared as a whole by the same rules; a ``replica_id`` does not count, because
+    replicas are equal by definition.
 
     Args:
         x1: Left tree.
@@ -442,10 +443,12 @@ def _compare_equal(x1: Any, x2: Any) -> bool:
 
 
 def _tensors_equal(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    if x1.dtype != x2.dtype or x1.shape != x2.shape:
+    if x1.shape != x2.shape:
         return False
     if x1.device != x2.device:
         x1, x2 = x1.cpu(), x2.cpu()
+    if x1.dtype != x2.dtype:
+        return _numbers_equal(x1, x2)
     # Complex numbers are compared as pairs: not every complex type can do more than be viewed.
     dtype = x1.dtype.to_real() if x1.dtype.is_complex else x1.dtype
     a, b = _bytes_of(x1, dtype), _bytes_of(x2, dtype)
@@ -457,6 +460,28 @@ def _tensors_equal(x1: torch.Tensor, x2: torch.Tensor) -> bool:
     # Other bits may still be equal numbers: 0.0 and -0.0. Any float is exact in the widest type.
     numbers = (x[other_bits].reshape(-1).view(dtype).to(torch.float64) for x in (a, b))
     return torch.equal(*numbers)
+
+
+def _numbers_equal(x1: torch.Tensor, x2: torch.Tensor) -> bool:
+    """Whether tensors of two dtypes have equal elements; False where torch cannot tell."""
+    dtypes = (x1.dtype, x2.dtype)
+    unsigned = torch.uint64 in dtypes
+    if any(dtype.is_complex for dtype in dtypes):
+        common = torch.complex128
+    elif any(dtype.is_floating_point for dtype in dtypes):
+        common = torch.float64
+    else:
+        common = torch.int64
+    try:
+        a, b = x1.to(common), x2.to(common)
+    except (RuntimeError, TypeError):  # packed and quantised kinds
+        return False
+    equal = a == b
+    if common is torch.int64 and unsigned:
+        equal &= a >= 0  # beyond, a number of 64 bits without sign looks negative
+    elif common is not torch.int64:
+        equal |= a.isnan() & b.isnan()
+    return bool(equal.all())
 
 
 def _bytes_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

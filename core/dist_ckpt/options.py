@@ -85,7 +85,9 @@ class LoadOptions:
         timeout_secs: How long ranks wait for each other in one step.
         allow_pickle: Whether values that were pickled may be loaded. That runs code from the
             checkpoint: only for checkpoints you trust.
-        cast: What to do if stored and requested dtype differ: raise, or convert.
+        cast: What to do if stored and requested dtype differ: ``allow``, convert as
+            ``Tensor.copy_`` does, with one warning of rank 0 that names keys and dtypes;
+            ``error``, raise on every rank before anything is filled.
         verify: What is compared with the checksums of the checkpoint: ``read``, what is read, block
             by block; ``full``, every byte of all files, by all ranks together, before anything is
             filled; ``off``, nothing but sizes.
@@ -94,14 +96,14 @@ class LoadOptions:
     thread_count: int = 2
     timeout_secs: float = 1800.0
     allow_pickle: bool = False
-    cast: Literal["error", "allow"] = "error"
+    cast: Literal["allow", "error"] = "allow"
     verify: Literal["read", "full", "off"] = "read"
 
     def __post_init__(self) -> None:
         """Refuse values that no load can work with."""
         _check_positive(thread_count=self.thread_count, timeout_secs=self.timeout_secs)
-        if self.cast not in ("error", "allow"):
-            raise ConfigError(f"cast must be 'error' or 'allow', not {self.cast!r}.")
+        if self.cast not in ("allow", "error"):
+            raise ConfigError(f"cast must be 'allow' or 'error', not {self.cast!r}.")
         if self.verify not in ("read", "full", "off"):
             raise ConfigError(f"verify must be 'read', 'full' or 'off', not {self.verify!r}.")
 

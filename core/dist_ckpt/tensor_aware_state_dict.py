@@ -43,7 +43,6 @@ from dist_ckpt._tensor_aware import (
     data_by_id,
     fitting_cache,
     match_together,
-    name_of,
     own_leaves,
     present_device,
     view_of,
@@ -475,9 +474,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
 
         answer = match_together(ask, world)
         leaves: list[ShardedTensor | ShardedObject] = [*parts[0].tensors, *parts[0].objects]
-        wanted = {
-            id(leaf): copy.copy(leaf) for leaf in leaves if name_of(leaf) not in answer.unexpected
-        }
+        wanted = {id(leaf): copy.copy(leaf) for leaf in leaves if leaf.key not in answer.unexpected}
         part: ShardedStateDict = {str(number): leaf for number, leaf in wanted.items()}
         self._insert_sharded_data(fully_parallel, part, parallelization_group, exchange_algo)
         values = {number: leaf.data for number, leaf in wanted.items()}

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 
 from dist_ckpt._integrity.coverage import (
     agreement_problems,
@@ -22,12 +23,13 @@ from dist_ckpt._integrity.coverage import (
     storage_problems,
 )
 from dist_ckpt._integrity.quick import agreeing_keys, storable_keys, tiled_keys
+from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.together import JobTable
 from dist_ckpt.errors import CoordinationError, InvalidShardingError, MismatchError
 from dist_ckpt.mapping import ShardedObject, is_main_replica
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -131,12 +133,16 @@ class RankView:
 
     ``formats`` are the backends and versions of a save, of the sharded and of the common part.
     ``host`` is the machine of a rank that saves; equal for ranks that share its memory.
+    ``casts`` are the keys of a load whose stored and requested dtype, in this order, differ.
+    ``unexpected`` has one line for each key that is requested and not stored.
     """
 
     shards: Sequence[ShardInfo]
     objects: tuple[ShardedObject, ...]
     formats: tuple[tuple[str, int], ...] = ()
     host: str = ""
+    casts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    unexpected: tuple[str, ...] = ()
 
 
 def check_formats(views: Sequence[RankView]) -> None:
@@ -224,6 +230,18 @@ def check_objects(views: Sequence[Sequence[ShardedObject]]) -> None:
         raise InvalidShardingError(shortened(problems))
 
 
+def of_ranks(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of all ranks, each once; one that not all ranks have names its ranks."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, its_lines in enumerate(lines):
+        for line in its_lines:
+            ranks[line].append(rank)
+    return [
+        line if len(found) == len(lines) else f"{line} (ranks {found})"
+        for line, found in ranks.items()
+    ]
+
+
 def react(
     policy: StrictPolicy, where: str, unexpected: Sequence[str], missing: Collection[str]
 ) -> None:
@@ -251,6 +269,48 @@ def react(
         raise MismatchError(f"{where}: {'. '.join(told)}")
     if policy.reaction == "log":
         logger.warning("%s: %s", where, ". ".join(told))
+
+
+def warn_of_casts(casts: Sequence[Mapping[str, tuple[str, str]]], where: str) -> None:
+    """Log one warning that names the keys that a load converts, and both dtypes. Rank 0.
+
+    Args:
+        casts: Of each rank: key -> stored and requested dtype.
+        where: Path of the checkpoint.
+    """
+    keys: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for one in casts:
+        for key, pair in one.items():
+            keys[pair][key] = None
+    if not keys:
+        return
+    groups = [
+        f"{stored} -> {requested}{_loss(stored, requested)}: "
+        + shortened([repr(name) for name in names])
+        for (stored, requested), names in keys.items()
+    ]
+    logger.warning(
+        "%s: the dtypes of the checkpoint and of the request differ, values are converted. %s. "
+        'LoadOptions(cast="error") refuses such a load.',
+        where,
+        ". ".join(groups),
+    )
+
+
+def _loss(stored: str, requested: str) -> str:
+    """Return what a conversion loses, in brackets."""
+    have, want = dtype_from_name(stored), dtype_from_name(requested)
+    if want is torch.bool:
+        return " (only whether it is zero is kept)"
+    if have.is_complex and not want.is_complex:
+        return " (the imaginary part is dropped)"
+    if have.is_floating_point and not (want.is_floating_point or want.is_complex):
+        return " (fractions are dropped, what is out of range is undefined)"
+    if any(one.is_floating_point or one.is_complex or one is torch.bool for one in (have, want)):
+        return ""
+    before, after = torch.iinfo(have), torch.iinfo(want)
+    is_narrower = before.max > after.max or before.min < after.min
+    return " (what is out of range wraps around)" if is_narrower else ""
 
 
 def shortened(problems: Collection[str]) -> str:

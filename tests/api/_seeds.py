@@ -108,7 +108,7 @@ class LoadShardedStrategy[LoadStrategyBase]
 abstract method LoadShardedStrategy.load(sharded_state_dict, checkpoint_dir)
 abstract method LoadShardedStrategy.load_tensors_metadata(checkpoint_dir)
 method LoadShardedStrategy.load_sharded_metadata(checkpoint_dir)
-abstract method LoadShardedStrategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
+method LoadShardedStrategy.remove_sharded_tensors(checkpoint_dir, key_prefix)
 class SaveShardedStrategy[SaveStrategyBase](backend, version)
 abstract method SaveShardedStrategy.save(sharded_state_dict, checkpoint_dir)
 class AsyncSaveShardedStrategy[SaveShardedStrategy](backend, version)
@@ -137,7 +137,7 @@ function save_state_dict_async_finalize(storage_writer, global_metadata, dist_wr
 """
 
 _SERIALIZATION = """
-function load(sharded_state_dict, checkpoint_dir, sharded_strategy=None, common_strategy=None, validate_access_integrity=True) | errors are raised on every rank; the request is not changed; another dtype than the stored one must be allowed
+function load(sharded_state_dict, checkpoint_dir, sharded_strategy=None, common_strategy=None, validate_access_integrity=True) | errors are raised on every rank; the request is not changed; another dtype than the stored one is told in one warning
 function load_common_state_dict(checkpoint_dir) | any kind of path; what is pickled needs allow_pickle
 function load_plain_tensors(checkpoint_dir) | the common part is not included, as the page says
 function load_sharded_objects(sharded_state_dict, checkpoint_dir) | the shard of another global shape is not taken for the wanted one
@@ -262,7 +262,7 @@ function dict_list_map_inplace(f, x)
 function dict_list_map_outplace(f, x)
 function dict_map(f, d)
 function dict_map_with_key(f, d)
-function diff(x1, x2, prefix=()) | paths in lists are whole and on the right side; NaN equals itself; other shapes differ, they do not raise
+function diff(x1, x2, prefix=()) | paths in lists are whole and on the right side; NaN equals itself in any dtype; other shapes differ, they do not raise
 function extract_matching_values(x, predicate, return_lists_as_dicts=False) | elements of a list keep their positions, so that merge restores it
 function inspect_types(x, prefix=(), indent=4)
 function map_reduce(xs, key_fn=..., value_fn=..., reduce_fn=...)

@@ -292,10 +292,12 @@ class OneFileEachLoad(LoadShardedStrategy):
 
     def __init__(self, *, broken: str = "", silent: str = "") -> None:
         self.read: list[str] = []
+        self.replicas: list[Any] = []
         self._broken, self._silent = broken, silent
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
         loaded = {}
+        self.replicas += [leaf.replica_id for leaf in sharded_state_dict.values()]
         for name, leaf in sharded_state_dict.items():
             if isinstance(leaf, ShardedObject):
                 loaded[name] = leaf.unique_key
@@ -309,9 +311,6 @@ class OneFileEachLoad(LoadShardedStrategy):
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> dict[str, ShardedTensor]:
         return {checkpoint_dir: ShardedTensor.from_rank_offsets("x", torch.zeros(1)).without_data()}
-
-    def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
-        raise NotImplementedError(key_prefix)
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         raise UnknownStrategyError(loaded_backend)
@@ -333,6 +332,33 @@ def replicated(rank: int, num: int = 12, *, filled: bool = True) -> dict[str, An
         return ShardedTensor.from_rank_offsets(f"k{i}", data, replica_id=(0, rank))
 
     return {"layers": [one(i) for i in range(num)]}
+
+
+def load_in_parallel(rank: int, size: int, path: str) -> tuple[list[Any], int, Any]:
+    """Load halves of what is stored, as float64; return what the base strategy was shown."""
+    loading = OneFileEachLoad()
+    state = flat(replicated(rank, filled=False))
+    for leaf in state.values():
+        leaf.data, leaf.dtype = leaf.data.double(), torch.float64
+    state["o"] = ShardedObject("o", None, (1,), (0,), (0, rank))
+    loaded = FullyParallelLoadStrategyWrapper(loading).load(state, path)
+    same = all(
+        loaded[name].equal(leaf.data.double()) for name, leaf in flat(replicated(rank)).items()
+    )
+    return loading.replicas, len(loading.read), same
+
+
+def test_a_base_strategy_reads_main_replicas(tmp_path: Path) -> None:
+    """``replica_id`` is 0 for what a rank reads; what it gives is cast for all who asked."""
+    for name, leaf in flat(replicated(0)).items():
+        torch.save(leaf.data, tmp_path / leaf.key)
+        assert name in leaf.key
+
+    results = run_ranks(load_in_parallel, 2, str(tmp_path))
+
+    assert all(set(replicas) == {0} for replicas, _, _ in results)
+    assert sum(read for _, read, _ in results) == 12
+    assert all(same for _, _, same in results)
 
 
 def flat(state: dict[str, Any]) -> dict[str, Any]:

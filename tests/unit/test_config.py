@@ -47,6 +47,7 @@ def test_defaults() -> None:
         "events_file": None,
         "log_metrics": True,
         "page_cache": "auto",
+        "cast": "allow",
         "verify": "read",
         "verify_newest": "full",
         "preemption": False,

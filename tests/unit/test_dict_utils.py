@@ -311,6 +311,12 @@ EQUAL: list[tuple[Any, Any]] = [
     (torch.arange(6).reshape(2, 3).t(), torch.tensor([[0, 3], [1, 4], [2, 5]])),
     (torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))),
     (torch.tensor([0.0]).to(torch.float8_e4m3fn), torch.tensor([-0.0]).to(torch.float8_e4m3fn)),
+    (torch.ones(2), torch.ones(2, dtype=torch.int64)),
+    (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+    (torch.tensor([1.5, NAN]), torch.tensor([1.5, NAN]).to(torch.bfloat16)),
+    (torch.tensor([0.5]).to(torch.float8_e4m3fn), torch.tensor([0.5])),
+    (torch.tensor([True]), torch.tensor([1], dtype=torch.uint16)),
+    (torch.tensor([2.0]), torch.tensor([2 + 0j])),
     (NAN, float("nan")),
     (1, 1.0),
     (5, np.int64(5)),
@@ -323,7 +329,12 @@ UNEQUAL: list[tuple[Any, Any]] = [
     (torch.zeros(2), torch.ones(2)),
     (torch.zeros(2), torch.zeros(3)),
     (torch.zeros(2, 1), torch.zeros(1, 2)),
-    (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+    (torch.ones(2), torch.tensor([1, 2])),
+    (torch.tensor([0.1]), torch.tensor([0.1], dtype=torch.float64)),
+    (torch.tensor([2**24 + 1]), torch.tensor([2.0**24])),
+    (torch.tensor([-1]), torch.tensor([2**64 - 1], dtype=torch.uint64)),
+    (torch.ones(2), torch.ones(1, 2, dtype=torch.int64)),
+    (torch.tensor([1.0]), torch.tensor([1 + 1j])),
     (torch.tensor([NAN]), torch.tensor([1.0])),
     (torch.tensor([0x7FC00001], dtype=torch.int32).view(F32), torch.tensor([NAN])),
     (torch.tensor([1, 2]), torch.tensor([1, 3])),
@@ -348,7 +359,7 @@ def test_diff_of_equal_leaves_is_empty(x1: Any, x2: Any) -> None:
 
 @pytest.mark.parametrize(("x1", "x2"), UNEQUAL, ids=range(len(UNEQUAL)))
 def test_diff_of_unequal_leaves(x1: Any, x2: Any) -> None:
-    """Other shapes and dtypes are mismatches, never errors."""
+    """Other shapes are mismatches, never errors; of other dtypes the elements count."""
     assert diff(x1, x2, ("k",)) == ([], [], [(("k",), type(x1), type(x2))])
 
 

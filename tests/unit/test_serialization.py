@@ -461,7 +461,7 @@ def test_strict_modes(
     if kind == "unexpected":
         request |= {"y": wanted(y), "list": [wanted(x), shard("yyy", torch.ones(1))], "o": one}
     reaction = STRICT[mode][0 if kind == "unexpected" else 1]
-    names = {"yy", "obj/shard_0_1"} | ({"yyy"} if kind == "unexpected" else set())
+    names = {"yy", "obj"} | ({"yyy"} if kind == "unexpected" else set())
 
     def call() -> Any:
         with caplog.at_level(logging.WARNING):
@@ -495,6 +495,64 @@ def test_a_missing_key_is_told_with_the_nearest_one(tmp_path: Path) -> None:
 
     with pytest.raises(MismatchError, match=r"'layer.wieght' is not stored \(nearest: 'layer.weig"):
         load({"x": shard("layer.wieght", torch.ones(2))}, tmp_path / "c")
+
+
+def test_objects_are_reported_by_key_and_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many shards an object has."""
+
+    def cells(key: str) -> list[ShardedObject]:
+        return [ShardedObject(key, i, (3,), (i,)) for i in range(3)]
+
+    save({"a": cells("stored")}, tmp_path / "c")
+
+    _, missing, unexpected = load({"b": cells("asked")}, tmp_path / "c", strict="return_all")
+    assert (missing, unexpected) == ({"stored"}, {"asked"})
+
+    with pytest.raises(MismatchError) as caught:
+        load({"b": cells("asked")}, tmp_path / "c", strict="raise_all")
+    assert str(caught.value).count("'asked'") == 1
+    assert "shard_" not in str(caught.value)
+
+    load({"b": cells("asked")}, tmp_path / "c", strict="log_all")
+    assert "shard_" not in caplog.text
+    assert caplog.text.count("'asked' is not stored") == 1
+
+
+def test_hints_compare_keys_without_the_position_of_shards(tmp_path: Path) -> None:
+    """What all objects have in common does not make them near."""
+    state = {"w": shard("encoder.weight", torch.ones(2)), "o": ShardedObject("opt", 1, (1,), (0,))}
+    save(state, tmp_path / "c")
+    rng = ShardedObject("rng", 1, (1,), (0,))
+    typo = ShardedObject("encoder.wieght", 1, (1,), (0,))
+
+    with pytest.raises(MismatchError) as caught:
+        load({"r": rng, "t": typo}, tmp_path / "c")
+
+    assert "'rng' is not stored" in str(caught.value)
+    assert "'rng' is not stored (nearest" not in str(caught.value)
+    assert "'encoder.wieght' is not stored (nearest: 'encoder.weight')" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", STRICT)
+def test_an_object_on_another_grid_is_an_error_in_every_mode(tmp_path: Path, mode: str) -> None:
+    """Its key is stored: it must not be dropped as if it were not."""
+    save({"o": [ShardedObject("obj", i, (2,), (i,)) for i in range(2)]}, tmp_path / "c")
+
+    with pytest.raises(MismatchError, match="Object shard obj/shard_0_1 not found"):
+        load({"o": ShardedObject("obj", None, (1,), (0,))}, tmp_path / "c", strict=mode)
+
+
+@pytest.mark.parametrize("mode", STRICT)
+def test_a_key_of_the_other_kind_is_an_error_in_every_mode(tmp_path: Path, mode: str) -> None:
+    """A tensor where an object is stored, and the other way round."""
+    save({"t": shard("t", torch.ones(2)), "o": ShardedObject("o", 1, (1,), (0,))}, tmp_path / "c")
+
+    with pytest.raises(MismatchError, match="'o': a tensor is expected, an object is stored"):
+        load({"o": shard("o", torch.ones(2))}, tmp_path / "c", strict=mode)
+    with pytest.raises(MismatchError, match="'t': an object is expected, a tensor is stored"):
+        load({"t": ShardedObject("t", 1, (1,), (0,))}, tmp_path / "c", strict=mode)
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
@@ -606,28 +664,16 @@ def test_wrong_shapes_and_dtypes_are_told_together(tmp_path: Path) -> None:
     a, b = torch.zeros(4), torch.zeros(3, dtype=torch.float64)
 
     with pytest.raises(MismatchError) as caught:
-        load({"a": shard("a", a), "b": shard("b", b)}, tmp_path / "c")
+        load(
+            {"a": shard("a", a), "b": shard("b", b)},
+            tmp_path / "c",
+            options=LoadOptions(cast="error"),
+        )
 
     assert "'a': global shape (4,) is expected, (3,) is stored" in str(caught.value)
     assert "'b': float64 is expected, float32 is stored" in str(caught.value)
     assert not a.any()
     assert not b.any()
-
-
-def test_casts_are_asked_for(tmp_path: Path) -> None:
-    """``cast="allow"`` converts, in any strides; what torch cannot convert is told by key."""
-    save({"x": shard("x", torch.arange(6.0).view(2, 3))}, tmp_path / "c")
-    options = LoadOptions(cast="allow")
-    for target in (
-        torch.zeros(2, 3, dtype=torch.bfloat16),
-        torch.zeros(3, 2, dtype=torch.int64).t(),
-    ):
-        loaded = load({"x": shard("x", target)}, tmp_path / "c", options=options)
-        assert loaded["x"].float().tolist() == [[0, 1, 2], [3, 4, 5]]
-
-    odd = torch.zeros(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).view(2, 3)
-    with pytest.raises(MismatchError, match=r"'x'.*cannot be converted"):
-        load({"x": shard("x", odd)}, tmp_path / "c", options=options)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(3, [0, 1, 2]), (7, [0, 1, 2, 3, 4, 0, 0])])

@@ -82,7 +82,7 @@ def test_actions_are_plain_words() -> None:
         (LoadCommonStrategy, {"check_backend_compatibility", "check_version_compatibility",
                               "load_common", "load_sharded_objects"}),
         (LoadShardedStrategy, {"check_backend_compatibility", "check_version_compatibility",
-                               "load", "load_tensors_metadata", "remove_sharded_tensors"}),
+                               "load", "load_tensors_metadata"}),
         (SaveCommonStrategy, {"save_common"}),
         (SaveShardedStrategy, {"save"}),
         (AsyncSaveShardedStrategy, {"async_save"}),

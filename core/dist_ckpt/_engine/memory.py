@@ -7,12 +7,14 @@ Here: views and bounded staging pieces. Not here: files (``storage``) or what to
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from dist_ckpt._geometry import Box, split_box
+from dist_ckpt.errors import MismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,7 +23,10 @@ __all__ = [
     "PIECE_NBYTES",
     "Scratch",
     "bits",
+    "converted",
+    "copy_converted",
     "fill_zero",
+    "has_conversion",
     "host_bytes",
     "is_plain_memory",
     "pieces_for_write",
@@ -62,6 +67,54 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     """
     integer = _INTEGERS.get(tensor.element_size())
     return tensor if integer is None else tensor.view(integer)
+
+
+def copy_converted(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy the bits of ``source``; where the dtypes differ, convert as ``Tensor.copy_`` does.
+
+    Raises:
+        MismatchError: torch has no conversion between the two dtypes.
+    """
+    same = target.dtype == source.dtype and not any(
+        one.is_conj() or one.is_neg() for one in (target, source)
+    )
+    with torch.no_grad():
+        if same:
+            bits(target).copy_(bits(source))
+            return
+        if source.dtype.is_complex and not (target.dtype.is_complex or target.dtype is torch.bool):
+            # As copy_ does, without its Python warning: this runs in threads.
+            source = source.real
+        try:
+            # In two steps: torch casts float32 to float16 past the sign of a negated view.
+            target.copy_(source.to(target.dtype) if target.is_neg() else source)
+        except RuntimeError as error:
+            raise MismatchError(
+                f"{source.dtype} cannot be converted to {target.dtype} ({error})."
+            ) from error
+
+
+def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor itself if it has that dtype, else a converted copy on its device.
+
+    Raises:
+        MismatchError: torch has no conversion between the two dtypes.
+    """
+    if tensor.dtype is dtype:
+        return tensor
+    found = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    copy_converted(found, tensor)
+    return found
+
+
+@functools.cache
+def has_conversion(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``copy_converted`` can convert from ``source`` to ``target``."""
+    try:
+        copy_converted(torch.empty(1, dtype=target), torch.empty(1, dtype=source))
+    except (MismatchError, RuntimeError):  # torch cannot make some dtypes, either
+        return False
+    return True
 
 
 def fill_zero(tensor: torch.Tensor) -> None:

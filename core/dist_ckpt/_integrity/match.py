@@ -29,7 +29,9 @@ __all__ = [
     "agreeing_boxes",
     "content_problems",
     "describe_unexpected",
+    "differing_dtypes",
     "holes",
+    "key_of_object",
     "same_dtype",
     "wanted_box",
 ]
@@ -57,6 +59,18 @@ def same_dtype(table: ShardTable, wanted: Wanted) -> NDArray[np.bool_]:
     stored = np.array([number.get(name, -1) for name in wanted.stored.dtypes] or [-1])
     same: NDArray[np.bool_] = stored[wanted.stored.dtype[wanted.tensor]] == table.dtype
     return same
+
+
+def differing_dtypes(table: ShardTable, wanted: Wanted) -> dict[str, tuple[str, str]]:
+    """Return the stored and the requested dtype of each key where they differ."""
+    rows = np.flatnonzero(wanted.stored.is_there[wanted.tensor] & ~same_dtype(table, wanted))
+    stored = wanted.stored.dtype[wanted.tensor[rows]].tolist()
+    return {
+        table.keys[key]: (wanted.stored.dtypes[have], table.dtypes[want])
+        for key, have, want in zip(
+            table.key[rows].tolist(), stored, table.dtype[rows].tolist(), strict=True
+        )
+    }
 
 
 def wanted_box(box: Box, stored_shape: tuple[int, ...]) -> Box | None:
@@ -100,8 +114,18 @@ def holes(key: str, box: Box, stored: StoredTensor) -> Iterable[str]:
         )
 
 
+def key_of_object(unique_key: str) -> str:
+    """Return the ``key`` of the sharded object that has this ``unique_key``."""
+    key, found, _ = unique_key.rpartition("/shard_")
+    return key if found else unique_key
+
+
 def describe_unexpected(keys: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Return one line for each requested key that is not stored, with the nearest stored one."""
+    """Return one line for each requested key that is not stored, with the nearest stored one.
+
+    Keys are those of tensors and objects, without the position of a shard: what objects of the
+    checkpoint have in common would outweigh what the keys have.
+    """
     names = list(known)
     lines = []
     for position, key in enumerate(keys):

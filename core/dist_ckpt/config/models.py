@@ -37,6 +37,8 @@ class DistCkptConfig(BaseModel):
         page_cache: Whether the pages of a checkpoint stay in the page cache when it is on disk, so
             that a restart on the same host reads memory; ``auto`` keeps the newest one if it is
             small against the memory that is available.
+        cast: What a load does where stored and requested dtype differ: convert, with one warning
+            that names keys and dtypes, or raise.
         verify: What a load compares with the checksums: what it reads, everything before anything
             is filled, or nothing.
         verify_newest: How closely a checkpoint is looked at before it counts as the newest one:
@@ -63,6 +65,7 @@ class DistCkptConfig(BaseModel):
     events_file: str | None = None
     log_metrics: bool = True
     page_cache: Literal["auto", "keep", "drop"] = "auto"
+    cast: Literal["allow", "error"] = "allow"
     verify: Literal["read", "full", "off"] = "read"
     verify_newest: Literal["files", "full"] = "full"
     preemption: bool = False

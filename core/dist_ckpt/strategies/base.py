@@ -150,9 +150,15 @@ class LoadShardedStrategy(LoadStrategyBase):
             return dict(self.load_tensors_metadata(checkpoint_dir))
         raise NotImplementedError(f"{type(self).__name__}.load_sharded_metadata({checkpoint_dir})")
 
-    @abstractmethod
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Remove all tensors whose key starts with ``key_prefix``. Call it on one rank."""
+        """Remove all tensors whose key starts with ``key_prefix``. Call it on one rank.
+
+        Raises:
+            NotImplementedError: The class does not say how.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}.remove_sharded_tensors({checkpoint_dir}, {key_prefix!r})"
+        )
 
 
 class SaveCommonStrategy(SaveStrategyBase):

@@ -18,11 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dist_ckpt._comm import default_communicator, group_communicator
-from dist_ckpt._exchange import (
-    can_be_filled,
-    copy_bits,
-    exchange_tensors,
-)
+from dist_ckpt._engine.memory import converted, copy_converted
+from dist_ckpt._exchange import can_be_filled, exchange_tensors
 from dist_ckpt.dict_utils import dict_list_map_outplace, nested_values
 from dist_ckpt.errors import ConfigError, MismatchError
 from dist_ckpt.exchange_utils import (
@@ -298,11 +295,14 @@ def _read(
     checkpoint_dir: str | Path,
 ) -> tuple[dict[ShardId, torch.Tensor], dict[int, Any]]:
     """Read with a strategy. Collective over all ranks, if only to tell of errors."""
-    request: ShardedStateDict = {f"t{i}": leaf for i, leaf in enumerate(tensors.values())}
-    request |= {f"o{i}": leaf for i, leaf in enumerate(objects)}
+    # What a rank is to read is a main replica to the strategy, whoever holds it in training.
+    leaves: dict[str, Any] = {f"t{i}": leaf for i, leaf in enumerate(tensors.values())}
+    leaves |= {f"o{i}": leaf for i, leaf in enumerate(objects)}
+    request: ShardedStateDict = {k: replace(leaf, replica_id=0) for k, leaf in leaves.items()}
     loaded: StateDict = {}
     who = ""
     error: BaseException | None = None
+    read: dict[ShardId, torch.Tensor] = {}
     try:
         # Outside of our exchange: the strategy may have exchanges of its own.
         strategy = find_strategy()
@@ -321,8 +321,11 @@ def _read(
                 f"{who} did not return {shortened(lacking)}."
             )
 
+        for i, (shard, leaf) in enumerate(tensors.items()):
+            # A strategy of somebody else may give what is stored, not what was asked for.
+            read[shard] = converted(loaded[f"t{i}"], leaf.dtype)
+
     default_communicator().map_reduce(f"reading {checkpoint_dir}", verdict, lambda _: None)
-    read = {shard: loaded[f"t{i}"] for i, shard in enumerate(tensors)}
     return read, {id(leaf): loaded[f"o{i}"] for i, leaf in enumerate(objects)}
 
 
@@ -331,9 +334,9 @@ def _placed(tensor: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
     data = leaf.data
     if data is None or data is tensor or not can_be_filled(data):
         return tensor
-    if (data.shape, data.dtype) != (tensor.shape, tensor.dtype):
+    if data.shape != tensor.shape:
         return tensor  # a strategy that gives what is stored, not what was asked for
-    copy_bits(tensor, data.detach())
+    copy_converted(data.detach(), tensor)
     return data
 
 

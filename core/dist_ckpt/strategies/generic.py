@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt._exchange import can_be_filled, copy_bits
+from dist_ckpt._engine.memory import converted, copy_converted
+from dist_ckpt._exchange import can_be_filled
 from dist_ckpt._formats.base import SavePlan, Written
 from dist_ckpt._loading import Source
 from dist_ckpt._planning.distribution import writers_of_boxes
@@ -268,14 +269,12 @@ def _delivered(leaf: ShardedTensor, value: Any, who: str) -> torch.Tensor:
             f"{who} returned {found} for {leaf.key!r}, expected a tensor of shape "
             f"{leaf.data_shape}."
         )
-    loaded: torch.Tensor = value.detach()
     data = leaf.data
-    if loaded.dtype != leaf.dtype:
-        loaded = loaded.to(leaf.dtype)
+    loaded: torch.Tensor = converted(value.detach(), leaf.dtype)
     if data is None or not can_be_filled(data):
         return loaded
     if value is not data:
-        copy_bits(loaded, data.detach())
+        copy_converted(data.detach(), loaded)
     return data
 
 

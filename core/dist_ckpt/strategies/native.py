@@ -7,13 +7,14 @@ the steps of a save or load. Not here: the steps (``_saving``, ``_loading``).
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._formats.opening import open_sharded
 from dist_ckpt._formats.removal import remove_tensors
-from dist_ckpt._loading import LoadRequest, run_load, stored_keys
+from dist_ckpt._loading import LoadRequest, Source, run_load, stored_keys
 from dist_ckpt._saving import PendingSave, SaveRequest, begin_sharded
 from dist_ckpt.errors import UnknownStrategyError
 from dist_ckpt.mapping import ShardedTensor
@@ -96,11 +97,20 @@ class NativeLoadShardedStrategy(LoadShardedStrategy):
         *,
         thread_count: int = 2,
         allow_pickle: bool = False,
-        cast: Literal["error", "allow"] = "error",
+        cast: Literal["allow", "error"] = "allow",
     ) -> None:
         """Remember the choices."""
         self.thread_count = thread_count
         self._options = LoadOptions(thread_count=thread_count, allow_pickle=allow_pickle, cast=cast)
+
+    def bound(self, source: Source) -> Source:
+        """Return ``source`` with the choices of this strategy: they hold whoever reads."""
+        return replace(
+            source,
+            thread_count=self.thread_count,
+            allow_pickle=self._options.allow_pickle,
+            refuses_casts=self._options.cast == "error",
+        )
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dist_ckpt._engine.memory import PIECE_NBYTES, Scratch, bits, host_bytes, is_plain_memory
+from dist_ckpt._engine.memory import (
+    PIECE_NBYTES,
+    Scratch,
+    copy_converted,
+    host_bytes,
+    is_plain_memory,
+)
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.torch_dist.payload import Record, find_payload
@@ -25,7 +31,7 @@ from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import StoredChunk
 from dist_ckpt._planning.load import Read, byte_runs, plan_reads
 from dist_ckpt._planning.wanted import boxes_of, runs_of
-from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError, MismatchError
+from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
 from dist_ckpt.storage import Extent
 
 if TYPE_CHECKING:
@@ -175,7 +181,7 @@ def _fill_by_pieces(source: _Source, read: Read, view: torch.Tensor) -> int:
         buffer = source.scratch.take("piece", box.shape, dtype)
         part = Read(read.request, read.key, read.dtype, read.chunk, box)
         nbytes += _fill(source, part, buffer)
-        _copy(_sub_view(view, box, read.region), buffer)
+        copy_converted(_sub_view(view, box, read.region), buffer)
     return nbytes
 
 
@@ -193,7 +199,7 @@ def _fill_from_span(source: _Source, read: Read, view: torch.Tensor) -> int:
     buffer = source.scratch.take("span", (span // dtype.itemsize,), dtype)
     _, positions = byte_runs(read)
     source.store.read_ranges(source.name, [Extent(next(positions), host_bytes(buffer))])
-    _copy(view, torch.as_strided(buffer, region.shape, _strides(read.chunk.box)))
+    copy_converted(view, torch.as_strided(buffer, region.shape, _strides(read.chunk.box)))
     return span
 
 
@@ -246,7 +252,7 @@ def _fill_from_whole_record(source: _Source, read: Read, view: torch.Tensor) -> 
         stop = chunk.record_start + chunk.box.numel
         tensor = tensor.reshape(-1)[chunk.record_start : stop].view(chunk.box.shape)
     inside = read.region.relative_to(chunk.box)
-    _copy(view, tensor[inside.slices()] if inside.shape else tensor)
+    copy_converted(view, tensor[inside.slices()] if inside.shape else tensor)
     return len(data)
 
 
@@ -267,18 +273,3 @@ def _strides(box: Box) -> list[int]:
 
 def _sub_view(view: torch.Tensor, box: Box, region: Box) -> torch.Tensor:
     return view[box.relative_to(region).slices()] if box.shape else view
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the bits of ``source``, or cast if the dtypes differ."""
-    with torch.no_grad():
-        if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
-            bits(target).copy_(bits(source))
-        else:
-            try:
-                # In two steps: torch casts float32 to float16 past the sign of a negated view.
-                target.copy_(source.to(target.dtype) if target.is_neg() else source)
-            except RuntimeError as error:  # some dtypes have no conversion
-                raise MismatchError(
-                    f"{source.dtype} cannot be converted to {target.dtype} ({error})."
-                ) from error

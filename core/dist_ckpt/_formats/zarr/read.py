@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt._engine.memory import Scratch, bits
+from dist_ckpt._engine.memory import Scratch, copy_converted
 from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.zarr.arrays import Arrays, host_array
@@ -24,7 +24,7 @@ from dist_ckpt._formats.zarr.grid import cells_of, split_on_grid
 from dist_ckpt._formats.zarr.slices import as_raw, read_cells, read_slices
 from dist_ckpt._planning.describe import dtype_from_name
 from dist_ckpt._planning.index import StoredTensor
-from dist_ckpt.errors import CorruptedCheckpointError, MismatchError
+from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _read_job(
         else:
             buffer = Scratch().take("block", block.shape, dtype)
             arrays.read(array.handle, block, host_array(buffer), key=one.key)
-            _copy(view, buffer)
+            copy_converted(view, buffer)
         return _chunk_nbytes(array, block)
 
     return job
@@ -244,18 +244,3 @@ def _chunk_nbytes(array: _Array, block: Box) -> int:
     ):
         numel *= min(-(-stop // c) * c, n) - start // c * c
     return numel * array.opened.dtype.itemsize
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the bits of ``source``, or cast if the dtypes differ."""
-    with torch.no_grad():
-        if target.dtype == source.dtype and _is_as_stored(target):
-            bits(target).copy_(bits(source))
-            return
-        try:
-            # In two steps: torch casts float32 to float16 past the sign of a negated view.
-            target.copy_(source.to(target.dtype) if target.is_neg() else source)
-        except RuntimeError as error:  # some dtypes have no conversion
-            raise MismatchError(
-                f"{source.dtype} cannot be converted to {target.dtype} ({error})."
-            ) from error
