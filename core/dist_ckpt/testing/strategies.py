@@ -177,8 +177,10 @@ class StrategyConformance(StrategyMatrix):
         """What is asked for is not what is stored: told on every rank, with the key."""
         target = tmp_path / "c"
         self._all_ok(functools.partial(self._saved, target, ("a",), 1.0), 2)
+        options = LoadOptions(cast="error")
         for other in (torch.zeros(5), torch.zeros(2, 2), torch.zeros(4, dtype=torch.int32)):
-            for error in self._all_raise(functools.partial(self._ask, target, other), 2):
+            job = functools.partial(self._ask, target, other, options=options)
+            for error in self._all_raise(job, 2):
                 require(isinstance(error, MismatchError) and "'a'" in str(error), f"{error!r}")
 
     def _ask(
@@ -188,13 +190,12 @@ class StrategyConformance(StrategyMatrix):
         found: torch.Tensor = self._load({"a": shard}, target, comm, **more)["a"]
         return found
 
-    def test_another_type_is_converted_if_that_is_allowed(self, tmp_path: Path) -> None:
+    def test_another_type_is_converted_unless_that_is_an_error(self, tmp_path: Path) -> None:
         """The values are those that are stored, in the type that is asked for."""
         self._all_ok(functools.partial(self._saved, tmp_path / "c", ("a",), 1.5), 2)
-        options = LoadOptions(cast="allow")
         for dtype in (torch.float64, torch.bfloat16):
             wanted = torch.zeros(4, dtype=dtype)
-            job = functools.partial(self._ask, tmp_path / "c", wanted, options=options)
+            job = functools.partial(self._ask, tmp_path / "c", wanted)
             for found in self._all_ok(job, 2):
                 problems = differences(torch.full((4,), 1.5, dtype=dtype), found)
                 require(not problems, f"{dtype}: {problems}")
