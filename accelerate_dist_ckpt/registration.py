@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 import warnings
 import weakref
@@ -35,6 +36,10 @@ __all__ = ["CheckpointIOHandle", "attach_method", "register_checkpoint_io"]
 _IO: Final = "_dist_ckpt_io"
 _NATIVE: Final = "_dist_ckpt_native"
 _METHOD: Final = "register_checkpoint_io"
+_TRAINER_HINT: Final = (
+    "the Trainer's own checkpoints stay as they are without this call; DistCkptIO serves scripts "
+    "that call accelerator.save_state and load_state."
+)
 _OWN_FORMAT: Final = frozenset(
     {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 )
@@ -100,17 +105,21 @@ def register_checkpoint_io(target: Accelerator, io: DistCkptIO) -> CheckpointIOH
         io: The choices, the same on all ranks.
 
     Raises:
-        ConfigError: ``target`` is no Accelerator, or ``io`` no DistCkptIO.
+        ConfigError: ``target`` is no Accelerator, or that of a ``transformers.Trainer``, which does
+            not use ``save_state``; or ``io`` is no DistCkptIO.
         AsyncSaveError: A save of the IO before failed and nobody was told; that IO stays.
     """
     if not isinstance(target, Accelerator):
         raise ConfigError(
-            f"register_checkpoint_io() takes an Accelerator, found a {type(target).__name__}."
+            f"register_checkpoint_io() takes an Accelerator, found a {type(target).__name__}.",
+            hint=_TRAINER_HINT if _is_trainers(type(target)) else None,
         )
     if not isinstance(io, DistCkptIO):
         raise ConfigError(
             f"register_checkpoint_io() takes a DistCkptIO, found a {type(io).__name__}."
         )
+    if io.config.enabled:
+        _refuse_trainer(target)
     registration = Registration(io)
     if io.config.enabled:
         _install()
@@ -121,6 +130,29 @@ def register_checkpoint_io(target: Accelerator, io: DistCkptIO) -> CheckpointIOH
         if target.distributed_type not in _OWN_FORMAT:
             registration.start(target)
     return CheckpointIOHandle(target, registration)
+
+
+def _refuse_trainer(accelerator: Accelerator) -> None:
+    """Refuse an Accelerator whose states nobody will save.
+
+    A Trainer makes it, and nothing on it leads back: so the Trainers are searched for.
+    """
+    if "transformers.trainer" not in sys.modules:
+        return
+    for one in gc.get_objects():
+        if _is_trainers(type(one)) and vars(one).get("accelerator") is accelerator:
+            raise ConfigError(
+                f"This Accelerator is that of a {type(one).__name__} of transformers, which writes "
+                "checkpoints of its own and never calls save_state: the DistCkptIO would do "
+                "nothing.",
+                hint=_TRAINER_HINT,
+            )
+
+
+def _is_trainers(cls: type) -> bool:
+    """Whether a class is ``transformers.Trainer`` or a subclass of it (TRL's are)."""
+    module = sys.modules.get("transformers.trainer")  # not imported: then there is none
+    return getattr(module, "Trainer", None) in cls.__mro__
 
 
 def attach_method() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp_classes
 
 from dist_ckpt import ShardedObject, ShardedTensor, save
 from dist_ckpt._formats.torch_dist.contents import index_documents
-from dist_ckpt._formats.torch_dist.dcp_metadata import encode_metadata
+from dist_ckpt._formats.torch_dist.dcp_metadata import NOTE_KEY, NOTE_PATH, encode_metadata
 from dist_ckpt._formats.torch_dist.metadata import decode_metadata
 from dist_ckpt._formats.torch_dist.records import frame_of
 from dist_ckpt._geometry import Box, split_box
@@ -52,9 +52,13 @@ def theirs(tensors: dict[str, StoredTensor]) -> dcp_classes.Metadata:
             entry.chunks.append(dcp_classes.ChunkStorageMetadata(offset, shape))
             start = chunk.position - len(frame.head)
             storage[place] = dcp_filesystem._StorageInfo(chunk.file, start, frame.total)
+    paths: dict[str, Any] = {key: (key,) for key in entries} | {NOTE_KEY: NOTE_PATH}
+    entries[NOTE_KEY] = dcp_classes.TensorStorageMetadata(
+        dcp_classes.TensorProperties(dtype=torch.uint8), torch.Size((0,)), []
+    )
     return dcp_classes.Metadata(
         state_dict_metadata=entries,
-        planner_data={key: (key,) for key in entries},
+        planner_data=paths,
         storage_data=storage,
         storage_meta=dcp_classes.StorageMeta(),
         version="1.0.0",
@@ -137,7 +141,7 @@ def test_tensors_do_not_share_what_can_be_changed() -> None:
 
     found = pickle.loads(encode_metadata(pack_index(table_of(tensors))))
 
-    a, b = found.state_dict_metadata.values()
+    a, b, _ = found.state_dict_metadata.values()
     assert a.properties is not b.properties
     assert a.chunks is not b.chunks
 
@@ -159,7 +163,7 @@ def test_dcp_loads_it(tmp_path: Path) -> None:
 
     assert all(torch.equal(loaded[key], value) for key, value in values.items())
     metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()
-    assert set(metadata.state_dict_metadata) == {*values, "o/shard_0_1"}
+    assert set(metadata.state_dict_metadata) == {*values, "o/shard_0_1", NOTE_KEY}
 
 
 def test_it_can_be_left_out() -> None:

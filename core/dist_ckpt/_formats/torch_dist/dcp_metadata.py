@@ -22,7 +22,7 @@ from dist_ckpt._planning.packed_layout import DTYPE, coordinate_nbytes, read_lay
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["encode_metadata"]
+__all__ = ["NOTE_KEY", "NOTE_PATH", "encode_metadata"]
 
 _DCP = b"ctorch.distributed.checkpoint."
 _GLOBALS = {
@@ -39,6 +39,17 @@ _ATTRIBUTES = (
     "properties", "size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path",
     "length",
 )  # fmt: skip
+NOTE_PATH = (
+    "not the weights of one model: read this checkpoint with dist_ckpt.load_plain_tensors",
+    "note",
+)
+"""Where an empty tensor lies in a dict that is rebuilt from ``planner_data``: below all others.
+
+A tool that takes such a dict for a model's weights (``accelerate merge-weights``) would write a
+wrong file: our names, and optimizers among them. safetensors refuses a dict among tensors, and
+quotes its name.
+"""
+NOTE_KEY = ".".join(NOTE_PATH)
 _U32 = struct.Struct("<I").pack
 _CACHED = 1 << 16
 """Most shapes and offsets whose bytes are kept."""
@@ -92,10 +103,13 @@ class _Encoder:
         yield _DCP + b"metadata\nMetadata\n)\x81}(" + _text(b"state_dict_metadata") + b"}"
         storage = bytearray()
         yield from self._tensors(storage)
+        last_key, note = self._memo, self._note()
+        yield note
         yield _text(b"planner_data") + b"}("
-        for number in range(self._first_key, self._memo):
+        for number in range(self._first_key, last_key):
             get = _get(number)
             yield get + get + b"\x85"
+        yield _get(last_key) + b"".join(_text(one.encode()) for one in NOTE_PATH) + b"\x86"
         yield b"u" + _text(b"storage_data") + b"}"
         yield storage
         yield _text(b"storage_meta") + _DCP + b"metadata\nStorageMeta\n)\x81}("
@@ -114,6 +128,8 @@ class _Encoder:
         self._first_dtype = self._memo
         for name, _ in self._dtypes:
             yield self._put(f"ctorch\n{name}\n".encode()) + b"0"
+        yield self._put(b"ctorch\nuint8\n") + b"0"
+        self._uint8 = _get(self._memo - 1)
         self._first_file = self._memo
         for file in _cut(self._names, self._name_ends):
             yield self._put(_text(file)) + b"0"
@@ -162,6 +178,14 @@ class _Encoder:
                 _U32(len(key)), key, _U32(number), dtypes[dtype], self._sized(shape), chunks
             )  # fmt: skip
         self._memo = first_key + self._layout.tensors
+
+    def _note(self) -> bytes:
+        """Return an item for a tensor without elements, which no data file has."""
+        key, number = NOTE_KEY.encode(), self._memo
+        self._memo += 1
+        return self._tensor % (
+            _U32(len(key)), key, _U32(number), self._uint8, self._sized((0,)), b""
+        )  # fmt: skip
 
     def _chunks(
         self, rows: Iterable[tuple[int, ...]], dtype: int, number: int, storage: bytearray

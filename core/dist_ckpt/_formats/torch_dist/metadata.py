@@ -14,6 +14,7 @@ import pickle
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dist_ckpt._formats.torch_dist.dcp_metadata import NOTE_KEY
 from dist_ckpt._formats.torch_dist.inert import Node, size, torch_constant
 from dist_ckpt._formats.torch_dist.mcore import (
     checked_shape,
@@ -116,6 +117,8 @@ def _foreign(metadata: Node, sizes: Mapping[str, int], *, budget: int) -> Foreig
     for key, entry in metadata.get("state_dict_metadata").items():
         if not isinstance(key, str):
             raise TypeError(f"key {key!r} is no text")
+        if key == NOTE_KEY:
+            continue  # we wrote it, for others
         if entry.kind == "BytesStorageMetadata":
             in_list = CONFIG_FNAME in sizes and is_object_key(key)
             objects[key] = StoredBytes(*places.find(key, ()), in_list=in_list)
@@ -181,7 +184,8 @@ def _checked_paths(paths: Mapping[Any, Any]) -> dict[str, tuple[str | int, ...]]
     return {
         key: tuple(path)
         for key, path in paths.items()
-        if isinstance(path, tuple)
+        if key != NOTE_KEY
+        and isinstance(path, tuple)
         and 0 < len(path) <= _MAX_PATH_LENGTH
         and all(type(part) in (str, int) for part in path)
     }
