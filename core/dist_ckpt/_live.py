@@ -26,6 +26,7 @@ from dist_ckpt.derive import ModelLayout, model_layout, sharded_optimizer_state
 from dist_ckpt.derive.ddp import current_rank
 from dist_ckpt.derive.document import model_document
 from dist_ckpt.derive.model import is_odd
+from dist_ckpt.derive.optim_form import ORDER
 from dist_ckpt.derive.protocol import (
     Entries,
     given_entries,
@@ -85,9 +86,10 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """The names of an optimizer's parameters, by group."""
+    """The names of an optimizer's parameters, by group, and what else stays while they do."""
 
     names: tuple[tuple[str, ...], ...]
+    lasting: StateDict
 
     def of(self, optimizer: torch.optim.Optimizer) -> StateDict:
         """Return what the optimizer's own state dict has of its groups now, with names."""
@@ -95,7 +97,7 @@ class _Rest:
             {**{key: value for key, value in group.items() if key != "params"}, "params": [*names]}
             for group, names in zip(optimizer.param_groups, self.names, strict=True)
         ]
-        return {"param_groups": groups}
+        return {"param_groups": groups, **self.lasting}
 
 
 class LiveDescriptions:
@@ -173,7 +175,11 @@ def _described(
         parts=parts,
         shards=local_shards(parts.tensors),
         rests=tuple(
-            _Rest(tuple(tuple(group["params"]) for group in tree["param_groups"])) for tree in trees
+            _Rest(
+                tuple(tuple(group["params"]) for group in tree["param_groups"]),
+                {ORDER: tree[ORDER]} if ORDER in tree else {},
+            )
+            for tree in trees
         ),
         layouts=tuple(layouts),
         documents=tuple(documents),

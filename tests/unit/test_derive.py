@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +27,7 @@ from dist_ckpt.derive.ddp import replicated_layout
 from dist_ckpt.derive.slots import optimizer_slots, unwrap_optimizer
 from dist_ckpt.derive.state_spec import find_state_spec, spec_layout
 from dist_ckpt.errors import InvalidShardingError, MismatchError
-from dist_ckpt.mapping import ShardedTensor
+from dist_ckpt.mapping import ShardedObject, ShardedTensor
 
 
 class Buffers(nn.Module):
@@ -50,32 +52,34 @@ def stepped(optimizer: torch.optim.Optimizer, times: int = 1) -> torch.optim.Opt
     return optimizer
 
 
-def stored_form(tree: Any) -> tuple[dict[str, ShardedTensor], dict[str, torch.Tensor], Any]:
+def stored_form(tree: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
     """Return metadata, values and common part, as a checkpoint would have them."""
     if isinstance(tree, ShardedTensor):
         assert tree.data is not None
         return {tree.key: tree.without_data()}, {tree.key: tree.data.clone()}, None
+    if isinstance(tree, ShardedObject):
+        return {tree.key: replace(tree, data=None)}, {tree.key: copy.deepcopy(tree.data)}, None
     if not isinstance(tree, dict):
         return {}, {}, tree
-    metadata: dict[str, ShardedTensor] = {}
-    values: dict[str, torch.Tensor] = {}
+    metadata: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     common = {}
     for key, value in tree.items():
         more, data, rest = stored_form(value)
         metadata |= more
         values |= data
-        if not isinstance(value, ShardedTensor):
+        if not isinstance(value, (ShardedTensor, ShardedObject)):
             common[key] = rest
     return metadata, values, common
 
 
-def filled(tree: Any, values: dict[str, torch.Tensor]) -> Any:
+def filled(tree: Any, values: dict[str, Any]) -> Any:
     if isinstance(tree, dict):
         return {key: filled(value, values) for key, value in tree.items()}
     if isinstance(tree, ShardedTensor):
         assert tree.data is not None
         return tree.data.copy_(values[tree.key])
-    return tree
+    return values[tree.key] if isinstance(tree, ShardedObject) else tree
 
 
 def transfer(source: Any, model: nn.Module, target: Any) -> None:
@@ -403,13 +407,16 @@ def test_state_names_with_dots_survive() -> None:
 
 
 def test_undescribable_states_are_all_named() -> None:
-    """Names that are no strings, and tensors without storage."""
+    """Tensors without storage, in states, containers and groups."""
     model = nn.Linear(2, 2)
     optimizer = stepped(torch.optim.SGD(model.parameters(), momentum=0.5))
-    optimizer.state[model.weight][3] = torch.ones(1)
+    optimizer.state[model.weight]["list"] = [torch.ones(2, device="meta")]
     optimizer.state[model.bias]["ghost"] = torch.ones(2, device="meta")
 
-    with pytest.raises(InvalidShardingError, match=r"(?s)2 state.*0\.weight.*ghost"):
+    with pytest.raises(
+        InvalidShardingError,
+        match=r"(?s)SGD \(o\): 2 state.*'list' of parameter '0\.weight'.*ghost",
+    ):
         sharded_optimizer_state(optimizer, [model_layout(model)], prefix="o.")
 
 

@@ -119,7 +119,9 @@ def test_a_class_that_does_not_tell_is_refused() -> None:
 def through_json(value: object) -> Any:
     encoded = encode(value)
     assert not encoded.has_pickles
-    return decode(json.loads(json.dumps(encoded.document)), [one.clone() for one in encoded.tensors])
+    return decode(
+        json.loads(json.dumps(encoded.document)), [one.clone() for one in encoded.tensors]
+    )
 
 
 @pytest.mark.parametrize("number", range(4))

@@ -4,21 +4,26 @@ Here: what is stored of an optimizer (``sharded_optimizer_state``) and the kinds
 loading it (``derive.optim_load``), layouts of parameters (``derive.model``). Called by the
 training-state code and by users, on every rank, locally: nothing communicates.
 
-Kinds of state, decided for each value:
+What ``optimizer.state_dict()`` returns is what is stored. Kinds of state, decided for each value of
+a parameter's state:
 
 * *following*: has the parameter's shape, so it is cut as the parameter is;
 * *scalar*: a tensor without axes, equal on all ranks;
 * *whole*: any other tensor of a parameter that is not sharded;
 * *declared*: any other tensor whose optimizer class has a registered spec;
 * *opaque*: any other tensor of a sharded parameter, stored for each rank, for the same topology;
-* *plain*: no tensor; it goes to the common part, or to an object if the parameter is sharded, as
-  then the rank that stores the common part may not have it.
+* *plain*: without tensors; it goes to the common part, or to an object if the parameter is sharded,
+  as then the rank that stores the common part may not have it;
+* *value*: a container with tensors, or a tensor that is made of others, of a parameter that is not
+  sharded: an object.
+
+A state dict of another form than torch's is one object, if no parameter is sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,30 +31,51 @@ from torch.distributed.tensor import DTensor
 from dist_ckpt.derive.ddp import current_rank, replicated_layout
 from dist_ckpt.derive.dtensor import dtensor_layout, local_of
 from dist_ckpt.derive.layout import ModelLayout, TensorLayout
+from dist_ckpt.derive.optim_form import (
+    EXTRA,
+    KEYS,
+    ORDER,
+    WHOLE,
+    are_replicated,
+    has_data,
+    read_state_dict,
+    state_keys,
+    unstorable,
+    with_marks,
+)
 from dist_ckpt.derive.slots import Slot, optimizer_slots, unwrap_optimizer
 from dist_ckpt.derive.state_spec import StateSpec, find_state_spec, spec_layout
+from dist_ckpt.derive.subclass import is_wrapper
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.mapping import ShardedObject
 from dist_ckpt.types import ShardedStateDict
 
 __all__ = [
+    "LIKE_PARAMETER",
     "OPAQUE",
+    "check_optimizer",
+    "extra_object",
     "opaque_key",
     "opaque_object",
-    "plain_object",
     "scalar_layout",
     "sharded_optimizer_state",
     "state_key",
+    "value_object",
+    "whole_object",
 ]
 
 OPAQUE = "$opaque"
 """Name, among a parameter's states, under which the tree holds its opaque ones."""
 
+LIKE_PARAMETER: Final = "dist_ckpt.like_parameter"
+"""``(LIKE_PARAMETER, tensor)`` among opaque states is the local tensor of a DTensor that is placed
+as the parameter is."""
+
 
 def sharded_optimizer_state(
     optimizer: Any, layouts: Sequence[ModelLayout], *, prefix: str
 ) -> ShardedStateDict:
-    """Describe what this rank holds of an optimizer's state.
+    """Describe what this rank holds of an optimizer's state: of its ``state_dict()``.
 
     Args:
         optimizer: A torch optimizer, or a framework's wrapper around one.
@@ -58,45 +84,110 @@ def sharded_optimizer_state(
 
     Returns:
         ``{"state": {parameter: {state: ...}}, "param_groups": [{..., "params": [...]}]}``
-        with parameters by name, as ``{model index}.{canonical name}``. The tensors' keys are
-        ``{prefix}state.{state}.{parameter}``; their data aliases the optimizer's.
+        with parameters by name, as ``{model index}.{canonical name}``, and further entries of the
+        state dict. The tensors' keys are ``{prefix}state.{state}.{parameter}``; their data aliases
+        the optimizer's. A state dict of another form is one object, ``{prefix}whole``.
 
     Raises:
         InvalidShardingError: State that cannot be described; all offenders are named.
     """
     inner = unwrap_optimizer(optimizer)
     slots = optimizer_slots(inner, layouts)
-    raw = inner.state_dict()
-    if not isinstance(raw.get("state"), Mapping) or "param_groups" not in raw:
-        raise InvalidShardingError(
-            f"{type(inner).__name__}.state_dict() has no 'state' and 'param_groups'; found "
-            f"{sorted(map(str, raw))}."
-        )
+    raw = read_state_dict(inner, slots)
+    title = f"{type(inner).__name__} ({prefix.rstrip('.')})"
+    is_sharded = not are_replicated(slots, layouts)
+    keys = state_keys(inner, raw)
+    if keys is None:
+        return _whole_tree(raw, slots, title=title, prefix=prefix, is_sharded=is_sharded)
     spec = find_state_spec(inner)
     problems: list[str] = []
     tree: ShardedStateDict = {"state": {}}
+    orders: dict[tuple[str, ...], None] = {}
     for slot in slots:
+        state = raw["state"].get(keys[id(slot.param)])
+        if state is None:
+            continue
+        orders[tuple(state)] = None
         try:
-            described = _describe_slot(
-                slot, raw["state"].get(slot.index, {}), spec=spec, prefix=prefix
-            )
+            tree["state"][slot.name] = _describe_slot(slot, state, spec=spec, prefix=prefix)
         except InvalidShardingError as error:  # collected: all offenders are named at once
             problems.append(str(error))
-            continue
-        if described:
-            tree["state"][slot.name] = described
-    if problems:
-        raise InvalidShardingError(f"{len(problems)} state(s) not described: {'; '.join(problems)}")
     tree["param_groups"] = [
         {**group, "params": [slot.name for slot in slots if slot.group == index]}
         for index, group in enumerate(raw["param_groups"])
     ]
-    indices = {slot.index for slot in slots}
-    rest = {key: value for key, value in raw["state"].items() if key not in indices}
-    if rest:
-        tree["other_state"] = rest
-    tree.update({key: value for key, value in raw.items() if key not in {"state", "param_groups"}})
+    rest = {key: value for key, value in raw.items() if key not in {"state", "param_groups"}}
+    own = set(keys.values())
+    others = {key: value for key, value in raw["state"].items() if key not in own}
+    if others:
+        rest["other_state"] = others
+    for index, group in enumerate(raw["param_groups"]):
+        for name, value in group.items():
+            where = f"param_groups[{index}][{name!r}]"
+            if name != "params":
+                problems += unstorable(value, where, is_sharded=is_sharded)
+    for name, value in rest.items():
+        problems += unstorable(value, f"entry {name!r}", is_sharded=is_sharded)
+        # Tensors are read only by who loads the optimizer, and the common part by everybody.
+        tree[name] = extra_object(prefix, name, value) if has_data(value) else value
+    tree |= _odd_keys(slots, keys) | {ORDER: [list(names) for names in orders]}
+    _raise_all(title, problems)
     return tree
+
+
+def check_optimizer(optimizer: Any, layouts: Sequence[ModelLayout]) -> None:
+    """Raise what a save would, as far as it can be known before the first step.
+
+    Local and cheap: what an optimizer makes at its first step is not there yet. An optimizer whose
+    ``state_dict`` has hooks is asked for it at saves only, as hooks may do anything.
+
+    Args:
+        optimizer: A torch optimizer, or a framework's wrapper around one.
+        layouts: Layouts of the models whose parameters it may hold.
+
+    Raises:
+        InvalidShardingError: Its state cannot be stored; all offenders are named.
+    """
+    inner = unwrap_optimizer(optimizer)
+    hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+    if not any(getattr(inner, name, None) for name in hooks):
+        sharded_optimizer_state(inner, layouts, prefix="optimizer.")
+
+
+def _whole_tree(
+    raw: Any, slots: Sequence[Slot], *, title: str, prefix: str, is_sharded: bool
+) -> ShardedStateDict:
+    """Describe a state dict of which nothing is known: as it is."""
+    if is_sharded:
+        found = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
+        raise InvalidShardingError(
+            f"{title}: its state_dict() is not {{'state': {{parameter: {{name: value}}}}, "
+            f"'param_groups': [...]}} with one entry for each parameter (found {found}), so that "
+            f"it can only be stored as it is, and parameters are sharded.",
+            hint="use it under DDP or in a single process, or train with the optimizer that it "
+            "wraps.",
+        )
+    _raise_all(title, list(unstorable(raw, "its state_dict()")))
+    data = with_marks(raw, list(dict.fromkeys(slot.param for slot in slots)))
+    groups = max((slot.group for slot in slots), default=-1) + 1
+    names = [{"params": [s.name for s in slots if s.group == i]} for i in range(groups)]
+    return {"state": {}, "param_groups": names, WHOLE: whole_object(prefix, data)}
+
+
+def _odd_keys(slots: Sequence[Slot], keys: Mapping[int, Any]) -> ShardedStateDict:
+    """Return the parameters' keys in ``state`` if they are not the numbers that torch gives."""
+    by_name = {slot.name: keys[id(slot.param)] for slot in slots}
+    if all(type(by_name[one.name]) is int and by_name[one.name] == one.index for one in slots):
+        return {}
+    params = {id(slot.param) for slot in slots}
+    return {KEYS: {name: None if id(key) in params else key for name, key in by_name.items()}}
+
+
+def _raise_all(title: str, problems: Sequence[str]) -> None:
+    if problems:
+        raise InvalidShardingError(
+            f"{title}: {len(problems)} state(s) cannot be stored: {'; '.join(problems)}."
+        )
 
 
 def state_key(prefix: str, state: str, parameter: str) -> str:
@@ -115,11 +206,25 @@ def opaque_object(prefix: str, slot: Slot, data: Any) -> ShardedObject:
     return ShardedObject(opaque_key(prefix, slot), data, (1,), (0,), replica_id=0)
 
 
-def plain_object(key: str, slot: Slot, data: Any) -> ShardedObject:
-    """Return the object that holds a value without tensors of a sharded parameter."""
-    rank, _ = current_rank()
-    replica_id = 0 if slot.layout.is_first else rank + 1
-    return ShardedObject(key, data, (1,), (0,), replica_id=replica_id)
+def value_object(key: str, slot: Slot, data: Any) -> ShardedObject:
+    """Return the object that holds a value of a parameter, the same on all ranks that have it."""
+    return ShardedObject(
+        key, data, (1,), (0,), replica_id=0 if slot.layout.is_first else current_rank()[0] + 1
+    )
+
+
+def whole_object(prefix: str, data: Any) -> ShardedObject:
+    """Return the object that holds a state dict as it is."""
+    return _object_of_all(f"{prefix}whole", data)
+
+
+def extra_object(prefix: str, name: str, data: Any) -> ShardedObject:
+    """Return the object that holds a further entry of a state dict."""
+    return _object_of_all(f"{prefix}{EXTRA}.{name}", data)
+
+
+def _object_of_all(key: str, data: Any) -> ShardedObject:
+    return ShardedObject(key, data, (1,), (0,), replica_id=current_rank()[0])
 
 
 def scalar_layout(slot: Slot) -> TensorLayout:
@@ -129,32 +234,59 @@ def scalar_layout(slot: Slot) -> TensorLayout:
 
 
 def _describe_slot(
-    slot: Slot, state: Mapping[Any, Any], *, spec: StateSpec | None, prefix: str
+    slot: Slot, state: Mapping[str, Any], *, spec: StateSpec | None, prefix: str
 ) -> ShardedStateDict:
     tree: ShardedStateDict = {}
     opaque: dict[str, Any] = {}
+    problems: list[str] = []
+    is_replicated = slot.layout.is_replicated and not isinstance(slot.param, DTensor)
     for name, value in state.items():
-        if not isinstance(name, str):
-            raise InvalidShardingError(
-                f"State of parameter {slot.name!r}: names must be str, found {name!r}."
-            )
         key = state_key(prefix, name, slot.name)
-        if isinstance(value, torch.Tensor):
+        where = f"state {name!r} of parameter {slot.name!r}"
+        if isinstance(value, torch.Tensor) and not _is_value(value):
             found = _layout_of_state(slot, name, value, spec=spec)
             if found is None:
                 opaque[name] = local_of(value)
             else:
                 layout, local = found
                 tree[name] = layout.shard(key, local)
-        elif slot.layout.is_replicated:
+            continue
+        inside = _local_wrapper(slot, value) if isinstance(value, DTensor) else value
+        problems += unstorable(inside, where)
+        if inside is None and isinstance(value, DTensor):
+            problems.append(f"{where} is a {type(value).__name__} placed unlike the parameter")
+        elif not is_replicated and has_data(inside, least=0):
+            opaque[name] = inside if inside is value else (LIKE_PARAMETER, inside)
+        elif is_replicated and not has_data(value):
             tree[name] = value
-        elif any(True for _ in _tensors_in(value)):
-            opaque[name] = _without_dtensors(value)
         else:
-            tree[name] = plain_object(key, slot, value)
+            tree[name] = value_object(key, slot, value)
+    if problems:
+        raise InvalidShardingError("; ".join(problems))
     if opaque:
         tree[OPAQUE] = opaque_object(prefix, slot, opaque)
     return tree
+
+
+def _is_value(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is stored as a value: it has no memory of its own to read into."""
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return is_wrapper(local) or (local.layout != torch.strided and local.device.type != "meta")
+
+
+def _local_wrapper(slot: Slot, value: DTensor) -> torch.Tensor | None:
+    """Return the local tensor of a DTensor that is placed as the parameter is, else None."""
+    param = slot.param
+    if not isinstance(param, DTensor) or len(slot.layout.parts) != 1:
+        return None
+    is_like = (
+        value.device_mesh == param.device_mesh
+        and value.placements == param.placements
+        and value.shape == param.shape
+    )
+    with torch.no_grad():  # not detached: some of these classes lose their dtype then
+        return value.to_local() if is_like else None
 
 
 def _layout_of_state(
@@ -163,10 +295,9 @@ def _layout_of_state(
     """Return layout and local elements of a state tensor; None for opaque ones."""
     layout = slot.layout
     local = local_of(value)
-    if value.device.type == "meta" or value.layout != torch.strided:
+    if value.device.type == "meta":
         raise InvalidShardingError(
-            f"State {name!r} of parameter {slot.name!r} is on {value.device} with layout "
-            f"{value.layout}; only dense tensors with storage can be stored."
+            f"state {name!r} of parameter {slot.name!r} is on the meta device, without data"
         )
     if isinstance(value, DTensor):
         if layout.global_shape == tuple(value.shape) and layout.local_shape == tuple(local.shape):
@@ -182,26 +313,3 @@ def _layout_of_state(
         return replicated_layout(tuple(value.shape), writer=writer), local
     declared = spec_layout(spec, name=name, shape=tuple(value.shape), layout=layout)
     return None if declared is None else (declared, local)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from _tensors_in(item)
-
-
-def _without_dtensors(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return local_of(value)
-    if isinstance(value, dict):
-        return {key: _without_dtensors(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_dtensors(item) for item in value]
-    if type(value) is tuple:
-        return tuple(_without_dtensors(item) for item in value)
-    return value

@@ -8,6 +8,7 @@ training-state code and by users, on every rank, locally: nothing communicates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,15 +18,29 @@ from dist_ckpt.derive.ddp import replicated_layout
 from dist_ckpt.derive.dtensor import local_of, wrap_like
 from dist_ckpt.derive.layout import ModelLayout, TensorLayout
 from dist_ckpt.derive.optim import (
+    LIKE_PARAMETER,
     OPAQUE,
+    extra_object,
     opaque_key,
     opaque_object,
-    plain_object,
     scalar_layout,
     state_key,
+    value_object,
+    whole_object,
+)
+from dist_ckpt.derive.optim_form import (
+    EXTRA,
+    KEYS,
+    ORDER,
+    WHOLE,
+    are_replicated,
+    has_data,
+    is_own_entry,
+    with_parameters,
 )
 from dist_ckpt.derive.slots import Slot, optimizer_slots, unwrap_optimizer
 from dist_ckpt.derive.state_spec import StateSpec, find_state_spec, spec_layout
+from dist_ckpt.derive.subclass import is_wrapper
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.types import ShardedStateDict, StateDict
@@ -67,20 +82,17 @@ def optimizer_template(
     plain = saved.get("state", {})
     tree: ShardedStateDict = {key: value for key, value in saved.items() if key != "state"}
     tree["state"] = {}
-    for slot in optimizer_slots(inner, layouts):
-        if _has_no_state(slot):
+    slots = optimizer_slots(inner, layouts)
+    tree |= request.of_all(inner, is_replicated=are_replicated(slots, layouts))
+    for slot in slots:
+        if _has_no_state(slot) or request.is_other_parameter(
+            slot, metadata.get(f"models.{slot.name}")
+        ):
             continue
-        if request.is_other_parameter(slot, metadata.get(f"models.{slot.name}")):
-            continue
-        own = inner.state.get(slot.param, {})
         states = dict(plain.get(slot.name, {}))
-        for name in by_parameter.get(slot.name, ()):
-            asked = request.state(slot, name, own.get(name))
-            if asked is not None:
-                states[name] = asked
-        opaque = request.opaque(slot)
-        if opaque is not None:
-            states[OPAQUE] = opaque
+        states |= request.states(
+            slot, by_parameter.get(slot.name, ()), _own_state(inner, slot.param)
+        )
         if states:
             tree["state"][slot.name] = states
     if request.problems:
@@ -106,20 +118,126 @@ def load_optimizer_state(optimizer: Any, layouts: Sequence[ModelLayout], loaded:
     """
     inner = unwrap_optimizer(optimizer)
     slots = optimizer_slots(inner, layouts)
-    groups = _match_groups(slots, inner.param_groups, loaded.get("param_groups", []))
+    extra = {name: one for name, one in loaded.items() if is_own_entry(name)}
+    extra = {name: one for name, one in extra.items() if name not in {"state", "param_groups"}}
+    others = loaded.get("other_state", {})
+    if WHOLE in loaded or any(map(has_data, (*extra.values(), others))):
+        # Their own entries have parameters by number.
+        _check_order(slots, loaded.get("param_groups", []))
+    if WHOLE in loaded:
+        params = list(dict.fromkeys(slot.param for slot in slots))
+        inner.load_state_dict(with_parameters(loaded[WHOLE], params))
+        return
+    keys = _keys(slots, loaded.get(KEYS, {}))
+    groups = _match_groups(slots, inner.param_groups, loaded.get("param_groups", []), keys)
     spec = find_state_spec(inner)
-    state: dict[Any, Any] = dict(loaded.get("other_state", {}))
-    for index, members in _by_index(slots):
-        own = inner.state.get(members[0].param, {})
+    state: dict[Any, Any] = {}
+    problems: list[str] = []
+    orders = {frozenset(names): names for names in loaded.get(ORDER, ())}
+    for members in _by_index(slots):
+        for slot in members:
+            _check_values(slot, loaded.get("state", {}), problems, spec=spec)
+        own = _own_state(inner, members[0].param)
         values = _state_of(members, loaded.get("state", {}), own=own, spec=spec)
-        if values:
-            state[index] = values
-    extra = {k: v for k, v in loaded.items() if k not in {"state", "param_groups", "other_state"}}
-    inner.load_state_dict({"state": state, "param_groups": groups, **extra})
-    for index, members in _by_index(slots):
-        now = inner.state.get(members[0].param)
-        if now and index in state:
-            _restore_dtypes(now, state[index])
+        is_empty = any(s.name in loaded.get("state", {}) and not _has_no_state(s) for s in members)
+        if values or is_empty:
+            names = orders.get(frozenset(values), values)
+            state[keys[id(members[0].param)]] = {name: values[name] for name in names}
+    if problems:
+        raise MismatchError(
+            f"{len(problems)} optimizer state(s) cannot be loaded: {'; '.join(problems)}."
+        )
+    with _stored_dtypes(inner):
+        inner.load_state_dict({"state": {**state, **others}, "param_groups": groups, **extra})
+
+
+@contextmanager
+def _stored_dtypes(optimizer: Any) -> Iterator[None]:
+    """Make ``Optimizer.load_state_dict`` leave tensors in the dtypes they were stored with.
+
+    It casts them to their parameter's. They are put back by a hook that runs before all others, so
+    that whatever the optimizer's class and its users' hooks do to the state afterwards stays.
+    """
+    given: dict[str, Any] = {}
+
+    def keep(_: Any, state_dict: dict[str, Any]) -> None:
+        given.update(state_dict)
+
+    def restore(_: Any) -> None:
+        stored = (key for group in given["param_groups"] for key in group["params"])
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        for param, key in zip(params, stored, strict=True):
+            now, before = _own_state(optimizer, param), given["state"].get(key)
+            if isinstance(now, dict) and isinstance(before, Mapping):
+                _restore_dtypes(now, before)
+
+    if not hasattr(optimizer, "_optimizer_load_state_dict_pre_hooks"):
+        yield  # no optimizer of torch's, or one that has not run torch's __init__
+        return
+    handles = (
+        optimizer.register_load_state_dict_pre_hook(keep),
+        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _own_state(optimizer: Any, param: torch.Tensor) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = getattr(optimizer, "state", {}).get(param, {})
+    return state
+
+
+def _keys(slots: Sequence[Slot], stored: Mapping[str, Any]) -> dict[int, Any]:
+    """Return ``id(parameter)`` -> its key in the state dict to load."""
+    keys: dict[int, Any] = {}
+    for slot in slots:
+        key = stored.get(slot.name, slot.index)
+        keys[id(slot.param)] = slot.param if key is None else key
+    return keys
+
+
+def _check_order(slots: Sequence[Slot], saved: Sequence[Mapping[str, Any]]) -> None:
+    groups = range(max(len(saved), *(slot.group + 1 for slot in slots), 0))
+    now = [[slot.name for slot in slots if slot.group == index] for index in groups]
+    stored = [list(group.get("params", ())) for group in saved]
+    if now != stored:
+        raise MismatchError(
+            f"The state dict is stored with parameters by number, and their order differs: stored "
+            f"{stored}, now {now}.",
+            hint="give the optimizer the same parameters, in the same groups and order.",
+        )
+
+
+def _check_values(
+    slot: Slot, loaded: StateDict, problems: list[str], *, spec: StateSpec | None
+) -> None:
+    """Note tensors within values of a parameter that was not sharded, and now is."""
+    if slot.layout.is_replicated and not isinstance(slot.param, DTensor):
+        return
+    for name, value in loaded.get(slot.name, {}).items():
+        is_tensor = isinstance(value, torch.Tensor) and not is_wrapper(value)
+        if name == OPAQUE or is_tensor or not has_data(value):
+            continue
+        if not isinstance(value, list) or _parts_of(slot, name, value, spec=spec) is None:
+            problems.append(
+                f"state {name!r} of parameter {slot.name!r}: stored as a value of an unsharded "
+                f"parameter (a {type(value).__name__}), and the parameter is sharded here"
+            )
+
+
+def _parts_of(
+    slot: Slot, name: str, value: list[Any], *, spec: StateSpec | None
+) -> TensorLayout | None:
+    """Return the layout whose parts were loaded as a list; None if that is something else."""
+    if _as_parts(slot.layout, value) is not None:
+        return slot.layout
+    if not value or not isinstance(value[0], torch.Tensor):
+        return None
+    declared = spec_layout(spec, name=name, shape=tuple(value[0].shape), layout=slot.layout)
+    return declared if declared is not None and _as_parts(declared, value) is not None else None
 
 
 class _Request:
@@ -143,6 +261,27 @@ class _Request:
                 parameter, _, _ = key.removeprefix(start).partition("@")
                 self._opaque.setdefault(parameter, set()).add(key)
 
+    def of_all(self, optimizer: Any, *, is_replicated: bool) -> ShardedStateDict:
+        """Return the leaves of objects that belong to no parameter."""
+        tree: ShardedStateDict = {}
+        whole = whole_object(self.prefix, None)
+        if whole.key in self.stored:
+            tree[WHOLE] = whole
+            if not is_replicated:
+                self.problems.append(
+                    f"the state dict of a {type(optimizer).__name__} is stored as it is, and "
+                    f"parameters are sharded here (load it under DDP or in a single process)"
+                )
+        start = f"{self.prefix}{EXTRA}."
+        names = [key.removeprefix(start) for key in self.stored if key.startswith(start)]
+        return tree | {name: extra_object(self.prefix, name, None) for name in names}
+
+    def states(self, slot: Slot, names: Sequence[str], own: Mapping[str, Any]) -> ShardedStateDict:
+        """Return the leaves for the stored states of a parameter."""
+        states = {name: self.state(slot, name, own.get(name)) for name in names}
+        states[OPAQUE] = self.opaque(slot)
+        return {name: asked for name, asked in states.items() if asked is not None}
+
     def is_other_parameter(self, slot: Slot, stored: object) -> bool:
         """Whether the checkpoint's parameter of this name has another shape: then note it."""
         shape = getattr(stored, "global_shape", slot.layout.global_shape)
@@ -159,7 +298,7 @@ class _Request:
         key = state_key(self.prefix, name, slot.name)
         stored = self.stored[key]
         if isinstance(stored, ShardedObject):
-            return plain_object(key, slot, None)
+            return value_object(key, slot, None)
         layout = self._layout(slot, name, tuple(stored.global_shape))
         if layout is None:
             return None
@@ -209,6 +348,10 @@ class _Request:
                 local = slot.cut(local)
             if tuple(local.shape) == layout.local_shape:
                 return local
+        param = local_of(slot.param)
+        is_like = layout is slot.layout and slot.piece is None and not is_wrapper(param)
+        if is_like and layout.local_shape and tuple(param.shape) == layout.local_shape:
+            return torch.empty_like(param, dtype=dtype)  # with its strides, as at a first step
         device = slot.param.device if layout.local_shape else "cpu"
         return torch.empty(layout.local_shape, dtype=dtype, device=device)
 
@@ -231,17 +374,20 @@ def _stored_states(stored: Stored, prefix: str) -> dict[str, list[str]]:
     return found
 
 
-def _by_index(slots: Sequence[Slot]) -> Iterator[tuple[int, list[Slot]]]:
+def _by_index(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
     members: dict[int, list[Slot]] = {}
     for slot in slots:
         members.setdefault(slot.index, []).append(slot)
-    yield from members.items()
+    yield from members.values()
 
 
 def _match_groups(
-    slots: Sequence[Slot], current: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]
+    slots: Sequence[Slot],
+    current: Sequence[dict[str, Any]],
+    saved: Sequence[dict[str, Any]],
+    keys: Mapping[int, Any],
 ) -> list[dict[str, Any]]:
-    """Return the saved groups in the current order, with the optimizer's own parameter numbers."""
+    """Return the saved groups in the current order, with the parameters' keys."""
     group_of = {name: index for index, group in enumerate(saved) for name in group["params"]}
     names = {slot.name for slot in slots}
     problems = [f"not in the checkpoint: {sorted(names - set(group_of))}"] * bool(
@@ -262,9 +408,8 @@ def _match_groups(
             )
         if not members and index < len(saved) and not saved[index]["params"]:
             origin = {index}  # a group without parameters has only its position
-        settings = saved[min(origin)] if origin else {}
-        indices = list(dict.fromkeys(slot.index for slot in members))
-        matched.append({**_settings(group), **_settings(settings), "params": indices})
+        settings = _settings(saved[min(origin)] if origin else group, members)
+        matched.append({**settings, "params": [keys[id(one)] for one in group["params"]]})
     if problems:
         raise MismatchError(
             f"The optimizer's parameter groups do not match the checkpoint's: "
@@ -274,8 +419,15 @@ def _match_groups(
     return matched
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def _settings(group: Mapping[str, Any], members: Sequence[Slot]) -> dict[str, Any]:
+    """Return a group with torch's own names of its parameters in the order of ``members``."""
+    settings = dict(group)
+    stored, names = group["params"], group.get("param_names")
+    if isinstance(names, list) and len(names) == len(stored):
+        by_name = {key: name for key, name in zip(stored, names, strict=True) if type(key) is str}
+        if all(slot.name in by_name for slot in members):
+            settings["param_names"] = [by_name[slot.name] for slot in members]
+    return settings
 
 
 def _state_of(
@@ -286,8 +438,10 @@ def _state_of(
         return _flat_state(members, loaded)
     slot = members[0]
     found = dict(loaded.get(slot.name, {}))
-    found.update(found.pop(OPAQUE, {}))
-    return {name: _rebuilt(slot, name, value, own=own, spec=spec) for name, value in found.items()}
+    opaque = found.pop(OPAQUE, {})
+    values = {n: _rebuilt(slot, n, value, own=own, spec=spec) for n, value in found.items()}
+    values |= {n: _rebuilt_opaque(slot, n, value, own=own) for n, value in opaque.items()}
+    return values
 
 
 def _flat_state(members: Sequence[Slot], loaded: StateDict) -> dict[str, Any]:
@@ -319,10 +473,9 @@ def _rebuilt(
     follows = parts is not None
     if parts is not None:
         value = parts[0] if len(parts) == 1 else slot.layout.assemble(parts)
-    elif isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-        declared = spec_layout(spec, name=name, shape=tuple(value[0].shape), layout=slot.layout)
-        if declared is not None and _as_parts(declared, value) is not None:
-            value = declared.assemble(value)
+    elif isinstance(value, list):
+        declared = _parts_of(slot, name, value, spec=spec)
+        value = value if declared is None else declared.assemble(value)
     if not isinstance(value, torch.Tensor):
         return value
     before = own.get(name)
@@ -332,6 +485,16 @@ def _rebuilt(
     if isinstance(before, DTensor) and tuple(before.shape) == tuple(value.shape):
         return wrap_like(value, before)
     return value
+
+
+def _rebuilt_opaque(slot: Slot, name: str, value: Any, *, own: Mapping[str, Any]) -> Any:
+    if type(value) is tuple and len(value) and value[0] == LIKE_PARAMETER:
+        param, local = slot.param, value[1]
+        return wrap_like(local, param) if isinstance(param, DTensor) else local
+    before = own.get(name)
+    if not isinstance(before, DTensor) or not isinstance(value, torch.Tensor) or is_wrapper(value):
+        return value
+    return wrap_like(value, before) if tuple(before.shape) == tuple(value.shape) else value
 
 
 def _as_parts(layout: TensorLayout, value: Any) -> list[torch.Tensor] | None:
@@ -350,7 +513,7 @@ def _as_parts(layout: TensorLayout, value: Any) -> list[torch.Tensor] | None:
 def _restore_dtypes(now: Any, given: Any) -> None:
     """Put loaded tensors back where ``load_state_dict`` cast them to the parameter's dtype."""
     keys = now.keys() if isinstance(now, dict) else range(len(now))
-    for key in keys:
+    for key in list(keys):
         if isinstance(now, dict) and key not in given:
             continue
         new, old = now[key], given[key]

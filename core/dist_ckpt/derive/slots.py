@@ -56,7 +56,10 @@ class Slot:
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer that holds the state, below wrappers that only forward to it.
+    """Return the optimizer whose ``state_dict()`` is stored: below the wrappers of frameworks.
+
+    A wrapper with a ``state_dict`` of its own class is kept, even if it shares the state of the
+    optimizer in it: what it adds (slow weights, counters) stands in its own state dict only.
 
     Raises:
         InvalidShardingError: The optimizer spreads its state over the ranks by itself.
@@ -72,11 +75,11 @@ def unwrap_optimizer(optimizer: Any) -> Any:
         inner: Any = getattr(optimizer, "optimizer", None)
         if inner is None:
             inner = getattr(optimizer, "_optimizer", None)
-        if not (hasattr(inner, "state") and hasattr(inner, "param_groups")):
+        has_state = hasattr(inner, "state") or hasattr(inner, "state_dict")
+        if not has_state or not hasattr(inner, "param_groups"):
             return optimizer
-        forwards = getattr(optimizer, "state", None) is inner.state
-        if not forwards and not names & _WRAPPERS:
-            return optimizer  # it wraps another one but has state of its own
+        if hasattr(type(optimizer), "state_dict") and not names & _WRAPPERS:
+            return optimizer
         optimizer = inner
 
 
@@ -88,11 +91,15 @@ def optimizer_slots(optimizer: Any, layouts: Sequence[ModelLayout]) -> list[Slot
     """
     slots: list[Slot] = []
     seen: set[int] = set()
-    for group_index, group in enumerate(optimizer.param_groups):
+    start = 0
+    for group_index, group in enumerate(getattr(optimizer, "param_groups", ())):
+        # As ``Optimizer.state_dict`` numbers them: one that stands there twice by its last place.
+        numbers = {id(param): number for number, param in enumerate(group["params"], start)}
+        start += len(group["params"])
         for position, param in enumerate(group["params"]):
             if id(param) in seen:
                 continue
-            place = {"index": len(seen), "group": group_index, "param": param}
+            place = {"index": numbers[id(param)], "group": group_index, "param": param}
             seen.add(id(param))
             slots += _slots_of(param, layouts, fallback=f"_.{group_index}.{position}", place=place)
     return slots

@@ -27,8 +27,8 @@ def steady_keys(
 ) -> frozenset[str]:
     """Return the keys of parameters that an optimizer holds, and of its states' tensors.
 
-    Buffers change in a forward pass, and what no optimizer of torch's class holds may change at any
-    time: they are not among them.
+    Buffers change in a forward pass, and what no optimizer of torch's class holds, or one with
+    methods of its own, may change at any time: they are not among them.
 
     Args:
         layouts: Of the models whose own tensors are saved, by number.
@@ -43,8 +43,8 @@ def _keys(
 ) -> Iterator[str]:
     for optimizer, tree in zip(optimizers, trees, strict=True):
         inner = unwrap_optimizer(optimizer)
-        if not isinstance(inner, torch.optim.Optimizer):
-            continue  # its step does not call the hooks that wait for a copy
+        if not _only_steps(inner):
+            continue
         for leaf in nested_values(tree):
             if isinstance(leaf, ShardedTensor):
                 yield leaf.key
@@ -52,6 +52,25 @@ def _keys(
         for number, layout in layouts.items():
             for name in _names(layout, held):
                 yield f"models.{number}.{name}"
+
+
+def _only_steps(optimizer: Any) -> bool:
+    """Whether nothing but a step that calls torch's hooks changes what the optimizer holds.
+
+    Those hooks wait for the copy. A class that is not torch's may change parameters in methods of
+    its own: schedule-free ones in ``eval()``, sharpness-aware ones in ``first_step()``.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    known = set(dir(torch.optim.Optimizer))
+    own = (
+        name
+        for cls in type(optimizer).__mro__
+        if not cls.__module__.startswith("torch.")
+        for name, value in vars(cls).items()
+        if callable(value) and not name.startswith("_")
+    )
+    return bool(getattr(type(optimizer).step, "hooked", False)) and known.issuperset(own)
 
 
 def _names(layout: ModelLayout, held: set[int]) -> Iterator[str]:

@@ -1,0 +1,225 @@
+"""The form of an optimizer's state dict, and what in it can be stored.
+
+Here: which entry of ``state`` is of which parameter, parameters that are keys, tensors that cannot
+be stored. Not here: how states are described (``derive.optim``) or loaded (``derive.optim_load``).
+Local, on every rank.
+
+``torch.optim.Optimizer.state_dict`` returns ``{"state": {number: {...}}, "param_groups": [...]}``.
+Subclasses and hooks add entries, name the parameters in other ways, or return something else; of
+that which is of no such form nothing is known but that the optimizer's ``load_state_dict`` takes
+it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dist_ckpt._codec.subclasses import is_admitted, is_wrapper, take_apart
+from dist_ckpt.derive.layout import ModelLayout
+from dist_ckpt.derive.slots import Slot
+from dist_ckpt.errors import InvalidShardingError, MismatchError
+
+__all__ = [
+    "EXTRA",
+    "KEYS",
+    "ORDER",
+    "WHOLE",
+    "are_replicated",
+    "has_data",
+    "is_own_entry",
+    "read_state_dict",
+    "state_keys",
+    "unstorable",
+    "with_marks",
+    "with_parameters",
+]
+
+WHOLE: Final = "$whole"
+"""Entry of a tree: the object that holds the state dict as it is."""
+KEYS: Final = "$keys"
+"""Entry of a tree: parameter's name to its key in ``state``, where that is not torch's number."""
+ORDER: Final = "$order"
+"""Entry of a tree: the names of states in the order in which they stand, without repetitions."""
+EXTRA: Final = "extra"
+"""Part of the key of an object with an entry that is neither of state nor of groups."""
+
+_PARAMETER: Final = "dist_ckpt.parameter"
+_TORCHS: Final = frozenset({"state", "param_groups"})
+
+
+def read_state_dict(optimizer: Any, slots: Sequence[Slot]) -> Any:
+    """Return ``optimizer.state_dict()``.
+
+    Raises:
+        InvalidShardingError: It has state of parameters that it does not hold, at which torch's own
+            method fails with a bare KeyError.
+    """
+    try:
+        return optimizer.state_dict()
+    except KeyError as error:
+        held = {id(slot.param) for slot in slots}
+        state = getattr(optimizer, "state", {})
+        strays = [one for one in state if isinstance(one, torch.Tensor) and id(one) not in held]
+        if not strays:
+            raise
+        shapes = ", ".join(str(tuple(one.shape)) for one in strays)
+        raise InvalidShardingError(
+            f"{type(optimizer).__name__}.state has state of {len(strays)} tensor(s) that are in "
+            f"none of its parameter groups, of shape {shapes}: its state_dict() fails.",
+            hint="remove their state when parameters are taken out of the optimizer.",
+        ) from error
+
+
+def state_keys(optimizer: Any, raw: Any) -> dict[int, Hashable] | None:
+    """Return ``id(parameter)`` -> its key in ``raw["state"]``; None for a dict of another form."""
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("state"), Mapping):
+        return None
+    keys = _keys_of_groups(raw.get("param_groups"), getattr(optimizer, "param_groups", None))
+    if keys is None or not all(map(is_own_entry, raw)):
+        return None
+    states = [raw["state"].get(key, {}) for key in keys.values()]
+    if not all(isinstance(one, Mapping) and all(type(n) is str for n in one) for one in states):
+        return None
+    return keys
+
+
+def _keys_of_groups(groups: Any, live: Any) -> dict[int, Hashable] | None:
+    if not isinstance(groups, (list, tuple)) or live is None or len(groups) != len(live):
+        return None
+    keys: dict[int, Hashable] = {}
+    for stored, own in zip(groups, live, strict=True):
+        named = stored.get("params") if isinstance(stored, Mapping) else None
+        if not isinstance(named, (list, tuple)) or len(named) != len(own["params"]):
+            return None
+        if not all(isinstance(key, Hashable) for key in named):
+            return None
+        keys.update((id(one), key) for one, key in zip(own["params"], named, strict=True))
+    return keys if len(set(keys.values())) == len(keys) else None
+
+
+def is_own_entry(name: object) -> bool:
+    """Whether an entry of a state dict can stand in a tree beside ours, under its own name."""
+    return type(name) is str and not name.startswith("$") and name != "other_state"
+
+
+def are_replicated(slots: Sequence[Slot], layouts: Sequence[ModelLayout]) -> bool:
+    """Whether every rank holds all that the optimizer works on, as plain tensors.
+
+    Of an optimizer without parameter groups nothing is known but the models.
+    """
+    if not slots:
+        tensors = [one for layout in layouts for one in layout.tensors.values()]
+        return all(
+            one.layout.is_replicated and not isinstance(one.owner, DTensor) for one in tensors
+        )
+    return all(
+        slot.layout.is_replicated and slot.piece is None and not isinstance(slot.param, DTensor)
+        for slot in slots
+    )
+
+
+def has_data(value: Any, *, least: int = 2) -> bool:
+    """Whether there are tensors of that many elements in a value; by default more than numbers."""
+    return any(one.numel() >= least for _, one in _tensors(value, ()))
+
+
+def unstorable(value: Any, where: str, *, is_sharded: bool = False) -> Iterator[str]:
+    """Yield, for each tensor in a value that cannot be stored as a part of it, the reason.
+
+    Args:
+        value: Any nesting.
+        where: What it is, for the texts.
+        is_sharded: The value belongs to no parameter while parameters are sharded: then nobody
+            knows what another rank has in a tensor.
+    """
+    for path, tensor in _tensors(value, ()):
+        name = f"{where}{''.join(f'[{step!r}]' for step in path)}"
+        if isinstance(tensor, DTensor):
+            yield f"{name} is a DTensor inside of a value, of which no load makes a DTensor again"
+        elif tensor.device.type == "meta":
+            yield f"{name} is on the meta device, without data"
+        elif is_wrapper(tensor) and not is_admitted(type(tensor)):
+            cls = type(tensor)
+            yield (
+                f"{name} is a {cls.__module__}.{cls.__qualname__}, which torch.load does not "
+                f"rebuild either before torch.serialization.add_safe_globals([{cls.__name__}])"
+            )
+        elif is_sharded and tensor.numel() > 1:
+            yield (
+                f"{name} has shape {tuple(tensor.shape)} and belongs to no parameter, while "
+                f"parameters are sharded: nobody knows whether it is the same on all ranks"
+            )
+
+
+def with_marks(value: Any, params: Sequence[torch.Tensor]) -> Any:
+    """Return a state dict in which marks stand for parameters that are keys.
+
+    A key that is a parameter would come back as another tensor, which is equal to no key at all.
+
+    Raises:
+        InvalidShardingError: A key is a tensor that is no parameter of the optimizer.
+    """
+    numbers = {id(one): (_PARAMETER, number) for number, one in enumerate(params)}
+
+    def marked(key: Any) -> Any:
+        if isinstance(key, torch.Tensor) and id(key) not in numbers:
+            raise InvalidShardingError(
+                f"a state dict has a tensor of shape {tuple(key.shape)} as a key that is no "
+                f"parameter of the optimizer."
+            )
+        return numbers[id(key)] if isinstance(key, torch.Tensor) else key
+
+    return _with_keys(value, marked)
+
+
+def with_parameters(value: Any, params: Sequence[torch.Tensor]) -> Any:
+    """Return a state dict with parameters in the place of their marks.
+
+    Raises:
+        MismatchError: There are fewer parameters than the marks tell.
+    """
+
+    def parameter(key: Any) -> Any:
+        if type(key) is not tuple or len(key) != 2 or key[0] != _PARAMETER:  # noqa: PLR2004 - a mark
+            return key
+        if type(key[1]) is not int or not 0 <= key[1] < len(params):
+            raise MismatchError(f"the optimizer has no parameter number {key[1]!r}.")
+        return params[key[1]]
+
+    return _with_keys(value, parameter)
+
+
+def _with_keys(value: Any, change: Any) -> Any:
+    """Return the value with keys of dicts changed, at any depth of dicts, lists and tuples."""
+    if isinstance(value, dict):
+        items = [(change(key), _with_keys(one, change)) for key, one in value.items()]
+        if all(a is b and c is d for (a, c), (b, d) in zip(items, value.items(), strict=True)):
+            return value
+        changed = copy.copy(value)
+        changed.clear()
+        changed.update(items)
+        return changed
+    if type(value) in {list, tuple}:
+        inner = [_with_keys(one, change) for one in value]
+        same = all(a is b for a, b in zip(inner, value, strict=True))
+        return value if same else type(value)(inner)
+    return value
+
+
+def _tensors(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+        if is_wrapper(value):
+            for name, one in take_apart(value).tensors.items():
+                yield from _tensors(one, (*path, name)) if is_wrapper(one) else ()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors(item, (*path, key))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for position, item in enumerate(value):
+            yield from _tensors(item, (*path, position))
