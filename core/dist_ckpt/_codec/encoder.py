@@ -130,7 +130,8 @@ class Encoder:
             attributes = getattr(value, "__dict__", None)
             return {"$attributes": [document, self.value(attributes)]} if attributes else document
         if isinstance(value, torch.Tensor):
-            document, is_parameter = self._tensor(value), isinstance(value, torch.nn.Parameter)
+            document = self._wrapper(value) if is_wrapper(value) else self._tensor(value)
+            is_parameter = isinstance(value, torch.nn.Parameter)
             return {"$parameter": [document, value.requires_grad]} if is_parameter else document
         return self._by_rule(value, rule_of(value))
 
@@ -174,8 +175,6 @@ class Encoder:
         return [[self._child(k, k), self._child(k, item)] for k, item in value.items()]
 
     def _tensor(self, value: torch.Tensor) -> Any:
-        if is_wrapper(value):
-            return self._wrapper(value)
         if type(value) not in {torch.Tensor, torch.nn.Parameter}:
             return self._fail(
                 f"is a {type(value).__name__}: describe it as a ShardedTensor (dist_ckpt.derive) "

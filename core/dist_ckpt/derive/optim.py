@@ -272,7 +272,8 @@ def _is_value(tensor: torch.Tensor) -> bool:
     """Whether a tensor is stored as a value: it has no memory of its own to read into."""
     with torch.no_grad():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return is_wrapper(local) or (local.layout != torch.strided and local.device.type != "meta")
+    is_plain = local.layout == torch.strided and not local.is_quantized
+    return is_wrapper(local) or not (is_plain or local.device.type == "meta")
 
 
 def _local_wrapper(slot: Slot, value: DTensor) -> torch.Tensor | None:
