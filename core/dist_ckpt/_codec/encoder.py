@@ -182,16 +182,18 @@ class Encoder:
             )
         if value.is_meta:
             return self._fail("is a tensor on the meta device, which has no data")
-        if value.layout is torch.sparse_coo:
-            return {"$sparse": self.value(_sparse_parts(value.detach()))}
-        if value.is_quantized and (parts := _quantized_parts(value.detach())) is not None:
-            return {"$quantized": self.value(parts)}
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-            return self._pickle(value.detach())
+            return self._not_dense(value.detach())
         if id(value) not in self._numbers:
             self._numbers[id(value)] = (value, len(self.tensors))
             self.tensors.append(value.detach().resolve_conj().resolve_neg())
         return {"$tensor": self._numbers[id(value)][1]}
+
+    def _not_dense(self, value: torch.Tensor) -> Any:
+        if value.layout is torch.sparse_coo:
+            return {"$sparse": self.value(_sparse_parts(value))}
+        parts = _quantized_parts(value) if value.is_quantized else None
+        return self._pickle(value) if parts is None else {"$quantized": self.value(parts)}
 
     def _wrapper(self, value: torch.Tensor) -> Any:
         cls = type(value)

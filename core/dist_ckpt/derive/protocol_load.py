@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys  # what post-hooks are given
 
 from dist_ckpt.derive.ddp import replicated_layout
-from dist_ckpt.derive.dtensor import wrap_like
+from dist_ckpt.derive.dtensor import dtensor_layout, local_of, wrap_like
 from dist_ckpt.derive.fsdp import is_flat_parameter
 from dist_ckpt.derive.layout import LocalTensor, ModelLayout
 from dist_ckpt.derive.model import (
@@ -45,6 +45,7 @@ from dist_ckpt.derive.protocol import (
     EXTRA_STATE,
     has_odd_tensors,
     is_of_wrapper,
+    own_entries,
     own_versions,
     owned_by,
 )
@@ -173,6 +174,7 @@ class ModelLoad:
         self._is_whole = _overrides_load_state_dict(self._root)
         own = [place.prefix for place in places if _is_own(place.module)]
         self._scopes = [""] if self._is_whole else _topmost(own)
+        self._made = _distributed_entries(model, layout) if self._scopes else {}
         self._has_light = any(_is_light(place.module) for place in places)
         self._prefixes = {place.prefix for place in places}
         if self._is_whole and any(place.in_fsdp for place in places):
@@ -220,6 +222,10 @@ class ModelLoad:
 
     # -- which way an entry goes
 
+    def _like(self, name: str) -> LocalTensor | None:
+        """Return the live tensor of this name, or what a module makes of its own under it."""
+        return owned_by(self._layout, name) or self._made.get(name)
+
     def _is_aside(self, name: str) -> bool:
         return any(name.startswith(scope) for scope in self._scopes)
 
@@ -236,7 +242,7 @@ class ModelLoad:
 
     def _aside(self, name: str, found: ShardedTensor) -> ShardedTensor | list[ShardedTensor]:
         """Return a request for new memory: like the live tensor if that has the stored shape."""
-        item = owned_by(self._layout, name)
+        item = self._like(name)
         if item is not None and item.layout.global_shape == tuple(found.global_shape):
             local = torch.empty(
                 item.layout.local_shape, dtype=found.dtype, device=item.local.device
@@ -282,7 +288,7 @@ class ModelLoad:
             if name not in names and self._source_of(self._layout.tied.get(name, name)) is not None:
                 names[name] = None
         for name in names:
-            item = owned_by(self._layout, name)
+            item = self._like(name)
             if not self._is_aside(name):
                 value = self._given.get(name, STORED)
                 entries[name] = value if value is not STORED or item is None else item.owner
@@ -435,9 +441,17 @@ class _Visit:
         for name in self._flattened(module, prefix):
             if local.pop(name, None) is None:
                 self.missing.append(name)
+        # A flat parameter is filled already: given to itself, it is neither missing nor copied.
+        held = module._parameters.items()  # noqa: SLF001
+        flat = {
+            f"{prefix}{n}": one for n, one in held if one is not None and is_flat_parameter(one)
+        }
+        local |= flat
         noted = dict(self.metadata.get(prefix.removesuffix("."), {}))
         loader: Any = module._load_from_state_dict  # noqa: SLF001 - the protocol itself
         loader(local, prefix, noted, True, self.missing, self.unexpected, self.errors)  # noqa: FBT003
+        for name in flat:
+            local.pop(name, None)
         if isinstance(entries, dict):  # what it renamed is for the modules below it
             entries.clear()
             entries.update(local)
@@ -468,6 +482,23 @@ class _Visit:
             for name in self.by_module.get(prefix, ())
             if name not in own and not (sets_extra and name == extra)
         )
+
+
+def _distributed_entries(model: nn.Module, layout: ModelLayout) -> dict[str, LocalTensor]:
+    """Return the DTensors that modules make for their state dict, to be cut like them."""
+    if not any(isinstance(item.owner, DTensor) for item in layout.tensors.values()):
+        return {}
+    entries = own_entries(model)
+    found = {}
+    for name, value in {} if entries is None else entries.values.items():
+        if isinstance(value, DTensor) and owned_by(layout, name) is None:
+            found[name] = LocalTensor(
+                local=local_of(value),
+                layout=dtensor_layout(value, name=name),
+                owner=value,
+                kind="buffer",
+            )
+    return found
 
 
 def _is_own(module: nn.Module) -> bool:
