@@ -27,7 +27,9 @@ __all__ = ["Pending", "flip_link"]
 class _AfterCommit(Protocol):
     """``BackgroundSaver.after_commit``."""
 
-    def __call__(self, action: Callable[[], None], *, what: str) -> None:
+    def __call__(
+        self, action: Callable[[], None], *, what: str, frees_space: bool = False
+    ) -> None:
         """Run ``action`` behind the newest save, or now if there is none."""
 
 
@@ -135,7 +137,8 @@ class Pending:
             if operation.save in self._failed:
                 return
             self._operations.append(operation)
-        self._after_commit(lambda: self._perform(operation), what=what)
+        is_removal = kind == "remove"
+        self._after_commit(lambda: self._perform(operation), what=what, frees_space=is_removal)
 
     def _perform(self, operation: _Operation) -> None:
         if not self._claim(operation):

@@ -63,6 +63,7 @@ class _Action:
     number: int
     run: Callable[[], None]
     what: str
+    frees_space: bool = False
 
 
 class Settler:
@@ -83,7 +84,7 @@ class Settler:
         self._newest = 0
         self._polls = 0
         self._settling = False
-        self._acting = False
+        self._acting: _Action | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
 
@@ -112,14 +113,14 @@ class Settler:
             self._run_threads()
             self._changed.notify_all()
 
-    def after(self, action: Callable[[], None], what: str) -> None:
+    def after(self, action: Callable[[], None], what: str, *, frees_space: bool = False) -> None:
         """Run ``action`` behind the saves in flight; now, and by the caller, if there are none.
 
         Not at all if the newest save has failed and nobody was told: the caller takes it for done.
         """
         with self._changed:
             if not self.is_idle():
-                self._actions.append(_Action(self._newest, action, what))
+                self._actions.append(_Action(self._newest, action, what, frees_space))
                 self._run_threads()
                 self._changed.notify_all()
                 return
@@ -193,6 +194,15 @@ class Settler:
         """Whether fewer than ``limit`` saves are in flight; for ``wait_for``."""
         return len(self._saves) < limit
 
+    def has_space(self) -> bool:
+        """Whether all that may be removed by now is removed; for ``wait_for``.
+
+        What is written before that needs space on the disk that a save which blocks does not need.
+        """
+        due = [one for one in self._actions if self.is_past(one.number)]
+        running = [] if self._acting is None else [self._acting]
+        return not any(one.frees_space for one in (*running, *due))
+
     def newest_to(self, path: Path) -> int:
         """Return the number of the newest save to a path, also through links; or 0.
 
@@ -210,7 +220,7 @@ class Settler:
 
     def is_idle(self) -> bool:
         """Whether all saves have ended and all actions have run; for ``wait_for``."""
-        return not (self._saves or self._actions or self._settling or self._acting)
+        return not (self._saves or self._actions or self._settling or self._acting is not None)
 
     def close(self, timeout_secs: float) -> None:
         """End the threads; what is in flight is not waited for."""
@@ -259,7 +269,7 @@ class Settler:
                     return
                 action = self._actions.popleft()
                 is_void = action.number in self._failed
-                self._acting = True
+                self._acting = action
             try:
                 if is_void:
                     logger.warning("not done, as the save before it failed: %s", action.what)
@@ -267,7 +277,7 @@ class Settler:
                     _perform(action)
             finally:
                 with self._changed:
-                    self._acting = False
+                    self._acting = None
                     self._changed.notify_all()
 
     def _is_action_due(self) -> bool:

@@ -135,7 +135,9 @@ class BackgroundSaver:
         """
         self._settler.poll()
 
-    def after_commit(self, action: Callable[[], None], *, what: str) -> None:
+    def after_commit(
+        self, action: Callable[[], None], *, what: str, frees_space: bool = False
+    ) -> None:
         """Run ``action`` once the newest save in flight is committed; now if there is none.
 
         On a thread of the saver, in the order of the calls. If that save fails, ``action`` is not
@@ -144,8 +146,10 @@ class BackgroundSaver:
         Args:
             action: Takes no arguments.
             what: What it does, for the log.
+            frees_space: Whether it removes something large: once it is due, the next save waits for
+                it, so that a run needs no more of the disk than one whose saves block.
         """
-        self._settler.after(action, what)
+        self._settler.after(action, what, frees_space=frees_space)
 
     def wait(self, path: PathLike | None = None, *, timeout_secs: float | None = None) -> None:
         """Wait until a path is not in flight any more, or nothing is.
@@ -295,7 +299,9 @@ class BackgroundSaver:
         self._check_open()
         started, limit = time.monotonic(), self.options.max_in_flight
         waited = self._settler.wait_for(
-            lambda: self._settler.has_room(limit), self._patience(options), f"saving {target}"
+            lambda: self._settler.has_room(limit) and self._settler.has_space(),
+            self._patience(options),
+            f"saving {target}",
         )
         # The newest may be in flight on some rank; those before have ended on all.
         ended = self._accepted[0] if len(self._accepted) == limit else 0

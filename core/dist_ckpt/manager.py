@@ -194,7 +194,8 @@ class CheckpointManager:
             if saver is None:
                 due()
             else:
-                saver.after_commit(due, what=f"removing checkpoints from {self.folder}")
+                what = f"removing checkpoints from {self.folder}"
+                saver.after_commit(due, what=what, frees_space=True)
         return self.path(step)
 
     def _checked(self, step: int) -> int:

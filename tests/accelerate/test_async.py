@@ -22,6 +22,7 @@ from dist_ckpt.errors import (
     WorkerDiedError,
 )
 from dist_ckpt.training_state import is_checkpoint
+from tests._peaks import Peak
 from tests.accelerate._async_jobs import async_job, fail_one, loaded_from, wait_settled
 from tests.accelerate._jobs import (
     build,
@@ -376,3 +377,26 @@ def test_two_saves_to_one_place_are_committed_in_order(tmp_path: Path) -> None:
     job.accelerator.end_training()
     assert differing(expected, loaded_from(tmp_path / "last")) == []
     assert hidden(tmp_path) == []
+
+
+def test_background_saves_need_no_more_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``total_limit=1``: two copies at most, as with saves that block."""
+    counts = []
+    for is_async in (False, True):
+        root = tmp_path / str(is_async)
+        config = ProjectConfiguration(
+            project_dir=str(root), automatic_checkpoint_naming=True, total_limit=1
+        )
+        io = DistCkptIO(async_save=is_async, **({"worker": "thread"} if is_async else {}))
+        job = build(seed=1, io=io, project_config=config)
+        with monkeypatch.context() as patch:
+            peak = Peak(root, patch)
+            for _ in range(4):
+                train(job, 1)
+                job.accelerator.save_state()
+            job.accelerator.end_training()
+        last = root / "checkpoints" / "checkpoint_3"
+        counts.append(round(peak.nbytes / sum(file.stat().st_size for file in last.iterdir()), 1))
+    assert counts == [2.0, 2.0]

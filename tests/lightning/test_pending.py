@@ -22,7 +22,13 @@ class Queue:
     def __init__(self) -> None:
         self.actions: list[Callable[[], None]] = []
 
-    def __call__(self, action: Callable[[], None], *, what: str) -> None:  # noqa: ARG002 - the saver's
+    def __call__(
+        self,
+        action: Callable[[], None],
+        *,
+        what: str,  # noqa: ARG002 - the saver's
+        frees_space: bool = False,  # noqa: ARG002 - likewise
+    ) -> None:
         self.actions.append(action)
 
     def run(self) -> None:

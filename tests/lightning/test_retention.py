@@ -9,12 +9,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dist_ckpt import _saving as saving
 from dist_ckpt import recovery
 from lightning_dist_ckpt import _retention
 from tests._damage import data_file
+from tests._peaks import Peak
 from tests.lightning._flight import make_async, visible
 from tests.lightning._resumes import keeping, resume, train
 from tests.lightning._training import Tiny, loader, make_trainer
@@ -24,6 +26,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+
+class Falling(Tiny):
+    """Its score gets better with each step."""
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        self.log("score", torch.tensor(-float(self.global_step)))
+        return loss
 
 
 class Torn(ModelCheckpoint):
@@ -99,3 +110,25 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     assert {path.suffix for path in tmp_path.glob(".*")} == left
     resume(tmp_path, None, io={"sweep_after_secs": 0.001})
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("save_last", [True, "link", False], ids=str)
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_background_saves_need_no_more_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, top_k: int, save_last: Any
+) -> None:
+    """At most as many copies are there at once as in a run that waits for each save."""
+    peaks = []
+    for make, io in ((make_trainer, ()), (make_async, ({"worker": "thread"},))):
+        root = tmp_path / make.__name__
+        checkpoint = ModelCheckpoint(
+            root / "c", "{step}", monitor="score", save_top_k=top_k, save_last=save_last,
+            every_n_train_steps=1,
+        )  # fmt: skip
+        with monkeypatch.context() as patch:
+            peak = Peak(root, patch)
+            make("single", root, *io, max_steps=4, callbacks=[checkpoint]).fit(Falling(), loader())
+        one = sum(file.stat().st_size for file in (root / "c").glob("step=4.ckpt/*"))
+        peaks.append(peak.nbytes / one)
+    assert peaks[1] <= peaks[0] + 0.1
+    assert round(peaks[0]) == top_k + (2 if save_last is True else 1)

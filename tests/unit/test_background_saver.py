@@ -462,6 +462,33 @@ def test_actions_run_behind_the_save_they_were_queued_at(
     assert "a bad one" in caplog.text
 
 
+def test_what_frees_space_comes_before_the_next_save(make: Make, job: Job, tmp_path: Path) -> None:
+    """Once it is due: not while its save is in flight, and no other action holds up a save."""
+    saver, other, removal = make(max_in_flight=2), threading.Event(), threading.Event()
+    settler = saver._settler
+
+    def has_space() -> bool:
+        with settler._changed:
+            return settler.has_space()
+
+    with stopped(saver):
+        save(saver, job, tmp_path / "1")
+        saver.after_commit(lambda: removal.wait(60) and None, what="removing", frees_space=True)
+        assert has_space()  # nothing is due: a second save may be on its way, too
+    saver.wait()
+    assert not has_space()
+    removal.set()
+    settler.wait_for(settler.is_idle, 60, "a test")
+    with stopped(saver):
+        save(saver, job, tmp_path / "2")
+        saver.after_commit(lambda: other.wait(60) and None, what="an upload")
+    saver.wait()
+    assert has_space()
+    save(saver, job, tmp_path / "3")
+    other.set()
+    saver.drain()
+
+
 # -- the end ---------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ from dist_ckpt.recovery import sweep
 from dist_ckpt.retention import AnyOf, CheckpointInfo, KeepBest, KeepEvery, KeepLast
 from dist_ckpt.testing.world import ThreadWorld
 from dist_ckpt.training_state import TrainingState, is_checkpoint
+from tests._peaks import Peak
 
 
 def state(value: float) -> dict[str, Any]:
@@ -569,3 +570,25 @@ def test_the_folder_is_swept_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not record.exists()
     assert f"removed {old}" in caplog.text
     assert is_checkpoint(tmp_path / "step_2")
+
+
+def test_background_saves_need_no_more_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is removed behind a save is gone before the next one is written: two copies at most."""
+    peaks = []
+    for name in ("sync", "async"):
+        folder = tmp_path / name
+        saver = BackgroundSaver(BackgroundOptions(worker="thread")) if name == "async" else None
+        with monkeypatch.context() as patch:
+            peak = Peak(folder, patch)
+            with CheckpointManager(folder, retention=KeepLast(1), saver=saver) as manager:
+                for step in range(4):
+                    manager.save(
+                        step, {"w": ShardedTensor.from_rank_offsets("w", torch.ones(9999))}
+                    )
+                if saver is not None:
+                    saver.close()
+        peaks.append(peak.nbytes)
+    one = sum(file.stat().st_size for file in (tmp_path / "sync" / "step_3").iterdir())
+    assert [round(peak / one, 1) for peak in peaks] == [2.0, 2.0]
