@@ -1,32 +1,50 @@
 """Where the dataloaders are: epoch, order of the samples, and the draws that made that order.
 
-Here: the wrapper around their ``__iter__``, the snapshot of a dataloader and its restoring. Not
-here: skipping batches, which stays ``skip_first_batches``. Runs on every rank for itself.
+Here: the wrappers around their ``__init__`` and ``__iter__``, the snapshot of a dataloader and its
+restoring. Not here: the generators and how draws are noted (``draws``); skipping batches, which
+stays ``skip_first_batches``. Runs on every rank for itself.
 
-In the middle of an epoch the generators have long moved on from the state that the order was drawn
-from. So that state is noted when an iterator is made; a resumed iterator is made from it, and then
-the generators go on from where they were saved.
+In the middle of an epoch the generators have long moved on from the states that its order was drawn
+from. So states are noted where something is drawn: when the iterator is made (``create``: the seeds
+of worker processes), when the sampler begins (``iter``, ``first``), and before each batch that this
+process fetches itself (``fetch``: the dataset's own draws). A resumed epoch draws from the same
+states again; then all generators go on from where they were saved.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler
-from torch.utils.data import BatchSampler, IterableDataset
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
+from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler
 
+from accelerate_dist_ckpt.draws import Draw, batches_of, samplers_of, set_draw, source_of, watched
 from accelerate_dist_ckpt.lifetime import before_batch, before_epoch
-from accelerate_dist_ckpt.rng import host_state, set_host_state
 from dist_ckpt.errors import AsyncSaveError
 from dist_ckpt.preemption import Preempted
 
-__all__ = ["restore_dataloader", "snapshot", "tracked_iteration"]
+__all__ = [
+    "note_training",
+    "order_is_unknown",
+    "restore_dataloader",
+    "snapshot",
+    "tracked_creation",
+    "tracked_iteration",
+]
 
 _EPOCH: Final = "_dist_ckpt_epoch"
+_IN_ORDER: Final = (BatchSampler, BatchSamplerShard, SkipBatchSampler, SequentialSampler)
+_RUNNING: list[_Epoch] = []  # the innermost loop is the last
 
 
 class _Epoch:
@@ -35,9 +53,15 @@ class _Epoch:
     def __init__(self) -> None:
         self.latest: object = None  # the latest iteration; None if it came to its end
         self.was_left = False  # with break, say
+        self.has_begun = False
+        self.has_trained = False  # with Accelerator.backward
+        self.is_resumed = False
+        self.is_known = False  # whether the sampler was seen when it began
         self.loader: Callable[[], Any] = lambda: None
-        self.start: dict[str, Any] = {}
-        self.resume: dict[str, Any] | None = None
+        self.draws: dict[str, Any] = {}
+        self.restored: dict[str, Any] | None = None  # a snapshot that no loop has resumed yet
+        self.prepared: Callable[[], Any] = lambda: None  # the loader it was restored to
+        self.draws_seed: bool | None = None  # whether its next iterator does, if not as usual
 
     def __reduce__(self) -> tuple[type[_Epoch], tuple[()]]:
         """A copy in a worker process or of the sampler begins with nothing noted."""
@@ -45,32 +69,186 @@ class _Epoch:
 
     @contextlib.contextmanager
     def beginning(self, loader: Any, iteration: object) -> Iterator[None]:
-        """Note the states that an iterator is made from; they are the saved ones in a resume."""
-        resume, self.resume = self.resume, None
-        if resume is not None and resume["was_left"] and not _is_skipping(loader):
-            resume = None  # a new epoch, of a loader that is never read to its end
-        before = host_state()
-        if resume is not None:
-            _set_generators(loader, resume["generators"])
-            set_host_state(resume["random"] or before)
-        self.start = {"random": host_state(), "generators": _generator_states(loader)}
+        """Note what an iteration draws before its first batch; draw it again in a resume."""
+        repeat = self._repeat(loader)
+        if repeat:  # its notes stay true: it may be saved again
+            self.draws, self.is_known = dict(repeat["draws"]), True
+        elif not _has_first_iterator(loader):  # that one was noted when it was made
+            self.draws, self.is_known = {}, False
         self.latest, self.was_left, self.loader = iteration, False, weakref.ref(loader)
-        try:
-            yield
-        finally:
-            if resume is not None and resume["random"] is not None:
-                set_host_state(before)
+        self.has_begun, self.has_trained = True, False
+        self.is_resumed = repeat.get("has_begun", False)
+        if self.is_resumed:
+            loader.iteration = repeat["iteration"]
+        source = source_of(loader.dataset, batches_of(loader), loader.num_workers)
+        start = _Start(self, loader, source, repeat)
+        with watched(loader.base_dataloader, start.create), watched(source, start.order):
+            try:
+                yield
+            finally:
+                start.go_on()
 
-    def end(self, iteration: object, *, was_left: bool) -> None:
+    def _repeat(self, loader: Any) -> dict[str, Any]:
+        """Return what is to be drawn again; empty if a new epoch begins."""
+        restored, self.restored = self.restored, None
+        repeat = (restored or {}).get("resume") or {}
+        if repeat.get("is_over") and not _is_skipping(loader):
+            return {}
+        prepared = self.prepared()
+        if repeat and prepared is not loader and _is_stateful(prepared):
+            prepared.load_state_dict({})  # or its next epoch would begin in the middle
+        return repeat
+
+    def end(self, loader: Any, iteration: object, *, was_left: bool) -> None:
         """Note how an iteration ended, unless another one has begun since."""
-        if self.latest is iteration:
-            self.latest = iteration if was_left else None
-            self.was_left = was_left
+        if self.latest is not iteration:
+            return
+        self.latest = iteration if was_left else None
+        self.was_left = was_left
+        prepared = self.prepared()
+        if self.is_resumed and not was_left and prepared is not None:
+            # What skip_first_batches made has counted the epoch; the loader goes on from there.
+            prepared.iteration = max(prepared.iteration, loader.iteration)
 
     def is_under_way(self) -> bool:
-        """Whether batches of the epoch are still to come."""
-        at_end = getattr(self.loader(), "end_of_dataloader", False)
-        return self.latest is not None and not at_end
+        """Whether a program that goes on gets further batches of the epoch."""
+        loader = self.loader()
+        if self.latest is None or getattr(loader, "end_of_dataloader", False):
+            return False
+        # Natively a stateful loader goes on where training stopped. An evaluation begins anew.
+        return not self.was_left or (self.has_trained and _is_stateful(loader))
+
+
+class _Start:
+    """The beginning of one iteration: what it draws is noted, or drawn again.
+
+    Args:
+        epoch: Where it is noted.
+        loader: What is iterated over, or is just being made.
+        source: The object whose iteration draws the order.
+        repeat: What is drawn again; empty in a new epoch.
+    """
+
+    def __init__(self, epoch: _Epoch, loader: Any, source: Any, repeat: dict[str, Any]) -> None:
+        """Take the states to go on from."""
+        self._epoch, self._loader, self._source = epoch, loader, source
+        self._again: dict[str, Any] = repeat.get("draws", {})
+        self._is_resume: bool = repeat.get("has_begun", False)
+        self._before = Draw(loader) if repeat else None
+
+    def create(self, native: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Make the iterator of the base dataloader."""
+        epoch, loader = self._epoch, self._loader
+        own = epoch.prepared() is loader
+        seed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if own and epoch.draws_seed is not None and self._before is None:
+            seed = _seeded_as_before(loader.base_dataloader, draws=epoch.draws_seed)
+        if own:
+            epoch.draws_seed = None
+        if self._before is not None and not self._is_resume:
+            self._before = Draw(loader)  # Accelerate has made the ranks' generators equal by now
+        if self._again.get("create"):
+            set_draw(loader, self._again["create"])
+        drawn = Draw(loader)
+        with seed:
+            iterator = native()
+        if self._before is None:
+            epoch.draws.setdefault("create", drawn.changes())
+        elif self._is_resume:
+            self._before.put_back_host()
+        else:  # all of this was drawn when the loader was prepared
+            self.go_on()
+        return _Fetches(iterator, self)
+
+    def order(self, native: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Make the iterator of the sampler, or of the iterable dataset."""
+        iterator: Iterator[Any] = self._drawn("iter", native)
+        self._epoch.is_known = True
+        # What can restore itself must stay visible as what it is.
+        is_plain = iterator is not self._source and not hasattr(iterator, "state_dict")
+        return self._from_first(iterator) if is_plain else iterator
+
+    def _from_first(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        nothing = object()
+        first = self._drawn("first", lambda: next(iterator, nothing))
+        if first is not nothing:
+            yield first
+            yield from iterator
+
+    def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
+        before, again = Draw(self._loader), self._again.get(name)
+        if again:
+            set_draw(self._loader, again)
+        value = draw()
+        if again:
+            before.put_back_host()
+        elif not self._is_resume:
+            self._epoch.draws[name] = before.changes()
+        return value
+
+    def before_fetch(self, index: int) -> None:
+        """Note what a batch that is fetched in this process draws from, or draw it again.
+
+        The loader asks for one batch more than it yields: that one was fetched before the save, and
+        the one after it is the first that is fetched after it.
+        """
+        loader, epoch = self._loader, self._epoch
+        per_batch = _fetches_per_batch(loader)
+        skipped = loader.skip_batches * per_batch
+        if self._before is not None and index >= skipped + per_batch:
+            self.go_on()
+        if self._before is not None and index >= skipped and self._again.get("fetch"):
+            set_draw(loader, self._again["fetch"], but=_order_of(loader))
+        if self._before is None and loader.num_workers == 0 and index % per_batch == 0:
+            states = Draw(loader).states()
+            if not epoch.is_known:  # the sampler begins now, in the iterator made at prepare()
+                epoch.draws["first"], epoch.is_known = states, True
+            epoch.draws["fetch"] = states
+
+    def go_on(self) -> None:
+        """Let all generators go on from where they were saved."""
+        before, self._before = self._before, None
+        if before is not None:
+            before.put_back()
+
+
+class _Fetches:
+    """An iterator of a base dataloader that tells of each batch before it is fetched."""
+
+    def __init__(self, native: Iterator[Any], start: _Start) -> None:
+        self._native, self._start, self._count = native, start, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self._start.before_fetch(self._count)
+        self._count += 1
+        return next(self._native)
+
+
+def tracked_creation(native: Callable[..., None]) -> Callable[..., None]:
+    """Return an ``__init__`` that notes what stateful loaders draw when they are made.
+
+    Accelerate asks a stateful loader for its state at once. That makes the iterator of its first
+    epoch, whose worker processes get their first indices then.
+    """
+
+    def create(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_stateful_dataloader"):
+            native(self, dataset, *args, **kwargs)
+            return
+        names = ("sampler", "batch_sampler", "generator")
+        parts = types.SimpleNamespace(dataset=dataset, **{name: kwargs.get(name) for name in names})
+        source = source_of(dataset, batches_of(parts), kwargs.get("num_workers", 0))
+        epoch = _epoch_of(parts) or _Epoch()
+        epoch.draws, epoch.is_known = {}, False
+        drawn = Draw(parts)
+        with watched(source, _Start(epoch, parts, source, {}).order):
+            native(self, dataset, *args, **kwargs)
+        epoch.draws["create"] = drawn.changes()
+
+    return create
 
 
 def tracked_iteration(native: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
@@ -86,16 +264,25 @@ def tracked_iteration(native: Callable[[Any], Iterator[Any]]) -> Callable[[Any],
         this, nothing = object(), object()
         with epoch.beginning(self, this):
             first = next(iterator, nothing)
+        _RUNNING.append(epoch)
         try:
             if first is not nothing:
                 yield first
                 yield from _with_polls(iterator)
         except (GeneratorExit, AsyncSaveError, Preempted):
-            epoch.end(this, was_left=True)
+            epoch.end(self, this, was_left=True)
             raise
-        epoch.end(this, was_left=False)
+        finally:
+            _RUNNING.remove(epoch)
+        epoch.end(self, this, was_left=False)
 
     return iterate
+
+
+def note_training() -> None:
+    """Take note of a backward pass: the innermost loop trains."""
+    if _RUNNING:
+        _RUNNING[-1].has_trained = True
 
 
 def _with_polls(iterator: Iterator[Any]) -> Iterator[Any]:
@@ -111,21 +298,46 @@ def _with_polls(iterator: Iterator[Any]) -> Iterator[Any]:
 
 def snapshot(loader: Any) -> dict[str, Any]:
     """Return where a prepared dataloader is."""
+    epoch = _epoch_of(loader)
+    generators = Draw(loader).states()["generators"]
+    if epoch is not None and epoch.restored is not None:  # it is where it was
+        return {**epoch.restored, "generators": generators}
     state: dict[str, Any] = {
         "iteration": getattr(loader, "iteration", 0),
-        "generators": _generator_states(loader),
+        "generators": generators,
+        "epochs": tuple(_count_of(sampler) for sampler in reversed(samplers_of(loader))),
         "resume": None,
+        "draws_seed": not _has_live_iterator(loader.base_dataloader),
     }
-    epoch = _epoch_of(loader)
-    if epoch is not None and epoch.is_under_way():
-        state["iteration"] = getattr(epoch.loader(), "iteration", state["iteration"])
-        state["resume"] = {**epoch.start, "was_left": epoch.was_left}
-    sampler = _sampler(loader)
-    if isinstance(sampler, SeedableRandomSampler):
-        state["sampler"] = {"seed": sampler.initial_seed, "epoch": sampler.epoch}
-    if getattr(loader, "use_stateful_dataloader", False):
+    if epoch is not None:
+        state |= _snapshot_of_epoch(epoch, loader)
+    sampler = samplers_of(loader)[-1:]
+    if sampler and isinstance(sampler[0], SeedableRandomSampler):
+        state["sampler"] = {"seed": sampler[0].initial_seed, "epoch": sampler[0].epoch}
+    if _is_stateful(loader):
         state["stateful"] = loader.state_dict()
     return state
+
+
+def _snapshot_of_epoch(epoch: _Epoch, loader: Any) -> dict[str, Any]:
+    latest = loader if epoch.loader() is None else epoch.loader()
+    found: dict[str, Any] = {}
+    if epoch.draws_seed is not None and epoch.prepared() is loader:
+        found["draws_seed"] = epoch.draws_seed
+    draws = {name: states for name, states in epoch.draws.items() if states}
+    is_over = epoch.has_begun and not epoch.is_under_way()
+    is_at_end = getattr(latest, "end_of_dataloader", False)
+    number = getattr(latest, "iteration", 0)
+    if epoch.latest is not None:  # else the loader has counted it
+        found["iteration"] = number + (is_at_end and not epoch.was_left)
+    if epoch.has_begun or draws:
+        found["resume"] = {
+            "has_begun": epoch.has_begun,
+            "is_over": is_over,
+            "iteration": number if epoch.latest is not None else max(0, number - 1),
+            "draws": draws,
+        }
+    return found
 
 
 def restore_dataloader(loader: Any, state: dict[str, Any], *, own: bool) -> None:
@@ -139,36 +351,132 @@ def restore_dataloader(loader: Any, state: dict[str, Any], *, own: bool) -> None
     """
     if hasattr(loader, "iteration"):
         loader.iteration = state["iteration"]
-    sampler = _sampler(loader)
-    if isinstance(sampler, SeedableRandomSampler) and "sampler" in state:
-        sampler.initial_seed = state["sampler"]["seed"]
-        sampler.set_epoch(state["sampler"]["epoch"])
-    _set_generators(loader, state["generators"])
-    epoch, resume = _epoch_of(loader), state["resume"]
-    if epoch is not None:
-        epoch.latest = None
-        epoch.resume = resume if own or resume is None else {**resume, "random": None}
-    if own and "stateful" in state and getattr(loader, "use_stateful_dataloader", False):
+    samplers = samplers_of(loader)[::-1]
+    if samplers and isinstance(samplers[0], SeedableRandomSampler) and "sampler" in state:
+        samplers[0].initial_seed = state["sampler"]["seed"]
+        samplers[0].set_epoch(state["sampler"]["epoch"])
+    for sampler, count in zip(samplers, state.get("epochs", ()), strict=False):
+        if count is not None and _count_of(sampler) is not None:
+            sampler.set_epoch(count)
+    set_draw(loader, {"random": {}, "generators": state["generators"]})
+    resume = _resume_of(state, own=own)
+    is_stateful = own and "stateful" in state and _is_stateful(loader)
+    if is_stateful and (_goes_on(state, resume) or _restores_itself(loader)):
         loader.load_state_dict(state["stateful"])
+    elif is_stateful and (resume or not _has_first_iterator(loader)):
+        loader.load_state_dict({})  # to begin anew
+    epoch = _epoch_of(loader)
+    if epoch is not None:
+        epoch.latest, epoch.has_begun = None, False
+        epoch.draws_seed = state.get("draws_seed") if own else None
+        epoch.prepared = weakref.ref(loader)
+        epoch.restored = {**state, "resume": resume}
 
 
-def _batches(loader: Any) -> Any:
-    """Return what yields a loader's batches of indices."""
-    is_sampler = isinstance(loader.sampler, BatchSampler) or loader.batch_sampler is None
-    return loader.sampler if is_sampler else loader.batch_sampler
+def _resume_of(state: dict[str, Any], *, own: bool) -> dict[str, Any] | None:
+    """Return what a snapshot says of its epoch, as far as it is true of this rank."""
+    resume: dict[str, Any] | None = state["resume"]
+    if resume is None:
+        return None
+    if "draws" not in resume:  # as it was written at first
+        create = {"random": resume["random"], "generators": resume["generators"]}
+        resume = {
+            "has_begun": True,
+            "is_over": resume["was_left"],
+            "iteration": state["iteration"],
+            "draws": {"create": create},
+        }
+    if own:
+        return resume
+    common = {
+        name: {"random": {}, "generators": states["generators"]}
+        for name, states in resume["draws"].items()
+        if name != "fetch"
+    }
+    return {**resume, "draws": common, "is_over": resume["is_over"] or "stateful" in state}
+
+
+def _goes_on(state: dict[str, Any], resume: dict[str, Any] | None) -> bool:
+    is_old = "draws_seed" not in state
+    return is_old or (resume is not None and resume["has_begun"] and not resume["is_over"])
+
+
+def order_is_unknown(loader: Any) -> bool:
+    """Whether the order of this epoch was drawn unseen, so that a resume cannot draw it again."""
+    epoch = _epoch_of(loader)
+    if epoch is None or epoch.is_known or loader.num_workers == 0 or not _is_stateful(loader):
+        return False
+    if epoch.restored is not None or isinstance(loader.dataset, IterableDataset):
+        return False
+    is_in_order = all(type(sampler) in _IN_ORDER for sampler in samplers_of(loader))
+    return not is_in_order and (epoch.is_under_way() or _has_first_iterator(loader))
 
 
 def _is_skipping(loader: Any) -> bool:
     """Whether ``skip_first_batches`` made this loader."""
-    return isinstance(_batches(loader), SkipBatchSampler) or getattr(loader, "skip_batches", 0) > 0
+    return isinstance(batches_of(loader), SkipBatchSampler) or loader.skip_batches > 0
 
 
-def _sampler(loader: Any) -> Any:
-    """Return the innermost sampler, beneath the cutting by rank and the skipping of batches."""
-    outer = _batches(loader)
-    while (inner := getattr(outer, "batch_sampler", None)) is not None:
-        outer = inner
-    return getattr(outer, "sampler", outer)
+def _is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _restores_itself(loader: Any) -> bool:
+    """Whether dataset or sampler have a state of their own that a stateful loader keeps."""
+    return any(hasattr(one, "state_dict") for one in (loader.dataset, *samplers_of(loader)))
+
+
+def _has_first_iterator(loader: Any) -> bool:
+    """Whether a stateful loader still has the iterator that was made with it."""
+    return bool(getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False))
+
+
+def _has_live_iterator(base: Any) -> bool:
+    """Whether the next epoch takes an iterator that is there already, whose seed was drawn."""
+    if getattr(base, "_initial_iter_for_state_dict", False):
+        return True
+    is_kept = base.persistent_workers and base.num_workers > 0
+    return bool(is_kept and getattr(base, "_iterator", None) is not None)
+
+
+@contextlib.contextmanager
+def _seeded_as_before(base: Any, *, draws: bool) -> Iterator[None]:
+    """Let the making of an iterator draw from its generator what it did in the saved run.
+
+    A process that resumes starts worker processes where the saved run had them already, and a
+    restored stateful loader may make two iterators: each draws a seed.
+    """
+    own = base.generator
+    if draws and not _has_live_iterator(base) and getattr(base, "next_iter_state", None) is None:
+        yield  # as usual
+        return
+    spare = torch.Generator(device="cpu" if own is None else own.device)
+    spare.set_state(torch.get_rng_state() if own is None else own.get_state())
+    if draws:
+        torch.empty((), dtype=torch.int64).random_(generator=own)
+    base.generator = spare
+    try:
+        yield
+    finally:
+        base.generator = own
+
+
+def _fetches_per_batch(loader: Any) -> int:
+    """Return how many batches of the base dataloader make one of all ranks."""
+    is_joined = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
+    return int(loader.state.num_processes) if is_joined else 1
+
+
+def _order_of(loader: Any) -> str:
+    """Return how the names of the generators begin that the order is drawn from."""
+    return "dataset" if isinstance(loader.dataset, IterableDataset) else "sampler"
+
+
+def _count_of(sampler: Any) -> int | None:
+    """Return the epoch that a sampler was set to."""
+    count = getattr(sampler, "epoch", None)
+    is_count = isinstance(count, int) and hasattr(sampler, "set_epoch")
+    return count if is_count else None
 
 
 def _epoch_of(loader: Any) -> _Epoch | None:
@@ -177,28 +485,10 @@ def _epoch_of(loader: Any) -> _Epoch | None:
     They hang on that object because ``skip_first_batches`` makes a new loader around it.
     """
     iterable = isinstance(loader.dataset, IterableDataset)
-    anchor = loader.dataset if iterable else _sampler(loader)
-    attributes = getattr(anchor, "__dict__", None)
-    if attributes is None:
-        return None
-    found: _Epoch = attributes.setdefault(_EPOCH, _Epoch())
-    return found
-
-
-def _generators(loader: Any) -> dict[str, torch.Generator]:
-    found = {
-        "sampler": getattr(_sampler(loader), "generator", None),
-        "loader": getattr(loader, "generator", None),
-        "dataset": getattr(loader.dataset, "generator", None),
-    }
-    return {name: one for name, one in found.items() if isinstance(one, torch.Generator)}
-
-
-def _set_generators(loader: Any, states: dict[str, torch.Tensor]) -> None:
-    for name, generator in _generators(loader).items():
-        if name in states:
-            generator.set_state(states[name])
-
-
-def _generator_states(loader: Any) -> dict[str, torch.Tensor]:
-    return {name: one.get_state() for name, one in _generators(loader).items()}
+    anchors = [loader.dataset] if iterable else samplers_of(loader)[::-1]
+    for anchor in anchors:
+        attributes = getattr(anchor, "__dict__", None)
+        if attributes is not None:
+            found: _Epoch = attributes.setdefault(_EPOCH, _Epoch())
+            return found
+    return None

@@ -24,7 +24,11 @@ from accelerate.accelerator import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.utils.dataclasses import DistributedType
 
-from accelerate_dist_ckpt.dataloaders import tracked_iteration
+from accelerate_dist_ckpt.dataloaders import (
+    note_training,
+    tracked_creation,
+    tracked_iteration,
+)
 from accelerate_dist_ckpt.io import DistCkptIO
 from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.loading import load_state
@@ -170,6 +174,7 @@ def _install() -> None:
     _replace(Accelerator, "end_training", _dispatched_end)
     _replace(Accelerator, "free_memory", _dispatched_end)
     for cls in (DataLoaderShard, DataLoaderDispatcher):
+        _replace(cls, "__init__", tracked_creation)
         _replace(cls, "__iter__", tracked_iteration)
 
 
@@ -228,6 +233,7 @@ def _dispatched_backward(native: Callable[..., Any]) -> Callable[..., Any]:
         registration = _registered(self)
         if registration is not None:  # before the gradients meet: then no rank waits for another
             registration.before_backward(self)
+            note_training()
         return native(self, *args, **kwargs)
 
     return dispatch

@@ -33,10 +33,13 @@ def host_state() -> dict[str, Any]:
 
 
 def set_host_state(state: dict[str, Any]) -> None:
-    """Set what ``host_state`` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])  # noqa: NPY002 - same
-    torch.set_rng_state(state["torch"])
+    """Set what ``host_state`` returned, or a part of it."""
+    if "python" in state:
+        random.setstate(state["python"])
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])  # noqa: NPY002 - same
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
 
 
 def random_state(device: torch.device, *, all_devices: bool) -> dict[str, Any]:

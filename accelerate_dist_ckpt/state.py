@@ -14,7 +14,7 @@ import warnings
 from accelerate.accelerator import Accelerator
 
 from accelerate_dist_ckpt import rng
-from accelerate_dist_ckpt.dataloaders import restore_dataloader, snapshot
+from accelerate_dist_ckpt.dataloaders import order_is_unknown, restore_dataloader, snapshot
 from accelerate_dist_ckpt.job import Job
 from dist_ckpt.training_state import CheckpointView
 from dist_ckpt.types import StateDict
@@ -65,6 +65,15 @@ def _optimizer_steps(accelerator: Accelerator, job: Job) -> int:
 
 def rank_state(accelerator: Accelerator, job: Job) -> StateDict:
     """Return what this rank has for itself."""
+    for index, loader in enumerate(job.dataloaders):
+        if order_is_unknown(loader) and accelerator.is_main_process:
+            warnings.warn(
+                f"The order of dataloader {index} was drawn by its worker processes when it was "
+                "prepared, unseen: a run that resumes this epoch gets another one. Register the "
+                "checkpoint IO before prepare(); with use_seedable_sampler=True, a stateful loader "
+                "with workers draws its first epoch from a sampler that Accelerate then replaces.",
+                stacklevel=2,
+            )
     return {
         "random": rng.random_state(accelerator.device, all_devices=accelerator.num_processes == 1),
         "dataloaders": tuple(snapshot(loader) for loader in job.dataloaders),

@@ -8,11 +8,13 @@ changed.
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from dist_ckpt._codec.names import render
 from dist_ckpt.dict_utils import (
     dict_list_map_outplace,
     extract_matching_values,
@@ -33,9 +35,11 @@ from dist_ckpt.mapping import (
 from dist_ckpt.utils import reject_hidden_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from dist_ckpt.types import ShardedStateDict, StateDict
+
+T = TypeVar("T")
 
 __all__ = ["LoadParts", "SaveParts", "merge_after_load", "split_for_load", "split_for_save"]
 
@@ -48,6 +52,9 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+
+_MOST_STEPS = 12
+"""Steps of a path that are named in an error."""
 
 _COMMON = frozenset({torch.Tensor, bool, bytes, float, int, str, type(None)})
 """Leaves that are common values, with nothing inside."""
@@ -82,6 +89,59 @@ class LoadParts:
     objects: tuple[ShardedObject, ...]
 
 
+def _naming_recursion(split: Callable[[ShardedStateDict], T]) -> Callable[[ShardedStateDict], T]:
+    """Let a walk over a state dict name the place that has no end, or is too deep for Python."""
+
+    @functools.wraps(split)
+    def checked(sharded_state_dict: ShardedStateDict) -> T:
+        try:
+            return split(sharded_state_dict)
+        except RecursionError:
+            problem = _endless_place(sharded_state_dict)
+        raise InvalidShardingError(
+            f"the state dict cannot be walked through: {problem}.",
+            hint="a checkpoint holds trees: store what refers to its parents flat.",
+        )
+
+    return checked
+
+
+def _endless_place(tree: ShardedStateDict) -> str:
+    """Return where a container holds itself; or the deepest place, if none does."""
+    trail: list[object] = []
+    parents: dict[int, int] = {id(tree): 0}  # each container we are inside of, and its depth
+    walks = [(tree, _steps(tree))]
+    deepest: list[object] = []
+    while walks:
+        step, inner = next(walks[-1][1], (None, None))
+        if inner is None:
+            done, _ = walks.pop()
+            del parents[id(done)]
+            trail = trail[: max(0, len(walks) - 1)]
+            continue
+        place = [*trail, step]
+        if id(inner) in parents:
+            start = trail[: parents[id(inner)]]
+            whole = render("", start) or "the whole state dict"
+            return f"{_brief(place)} is {whole} again, it contains itself"
+        trail, parents[id(inner)] = place, len(place)
+        walks.append((inner, _steps(inner)))
+        deepest = max(deepest, place, key=len)
+    return f"{_brief(deepest)} is {len(deepest)} levels deep"
+
+
+def _steps(node: Any) -> Iterator[tuple[object, Any]]:
+    """Yield the containers in a container, with the step to each."""
+    items = node.items() if isinstance(node, dict) else enumerate(node)
+    return ((step, inner) for step, inner in items if isinstance(inner, dict | list | tuple))
+
+
+def _brief(trail: list[object]) -> str:
+    cut = len(trail) > _MOST_STEPS
+    return render("", trail[:_MOST_STEPS]) + ("..." if cut else "")
+
+
+@_naming_recursion
 def split_for_save(sharded_state_dict: ShardedStateDict) -> SaveParts:
     """Take a state dict apart; factories are built first.
 
@@ -98,6 +158,7 @@ def split_for_save(sharded_state_dict: ShardedStateDict) -> SaveParts:
     )
 
 
+@_naming_recursion
 def split_for_load(sharded_state_dict: ShardedStateDict) -> LoadParts:
     """Take a request apart; factories are built first.
 

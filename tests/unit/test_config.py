@@ -186,7 +186,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("DIST_CKPT_THREAD_CUONT", "3", "THREAD_CUONT: unknown key, did you mean 'DIST_CKPT_THREAD_COUNT'?"),
         ("DIST_CKPT_thread_count", "3", "DIST_CKPT_thread_count: unknown key"),
         ("DIST_CKPT_THREAD_COUNT", "many", "DIST_CKPT_THREAD_COUNT: expected a valid integer"),
-        ("DIST_CKPT_THREAD_COUNT", "", "DIST_CKPT_THREAD_COUNT: expected a valid integer"),
         ("DIST_CKPT_CONFIG", "/does/not/exist.yaml", "/does/not/exist.yaml: cannot read"),
     ],
 )  # fmt: skip
@@ -225,3 +224,35 @@ def test_the_library_loads_without_it() -> None:
     )
 
     assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("text", ["off", "Off", "OFF", "false", '"off"'])
+def test_off_needs_no_quotes_in_yaml(tmp_path: Path, text: str) -> None:
+    """YAML reads off as False; it means what is written."""
+    config = load_config(write(tmp_path / "a.yaml", f"verify: {text}"))
+
+    assert config.verify == "off"
+
+
+def test_on_is_no_level_of_verification(tmp_path: Path) -> None:
+    """Which of the two levels it would be, nobody has said."""
+    with pytest.raises(ConfigError, match="expected 'read', 'full' or 'off', found True"):
+        load_config(write(tmp_path / "a.yaml", "verify: on"))
+
+
+@pytest.mark.parametrize("field", sorted(DistCkptConfig.model_fields))
+def test_an_empty_variable_is_not_given(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
+    """A shell that sets a variable to nothing clears it."""
+    monkeypatch.setenv(f"DIST_CKPT_{field.upper()}", "")
+
+    assert load_config() == DistCkptConfig()
+
+
+def test_an_empty_variable_with_a_wrong_name_is_still_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A typing error is one, whatever the value."""
+    monkeypatch.setenv("DIST_CKPT_ENABELD", "")
+
+    with pytest.raises(ConfigError, match="DIST_CKPT_ENABELD: unknown key"):
+        load_config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import sys
 from typing import Any
 
 import pytest
@@ -212,3 +213,34 @@ def test_loaded_tensors_stand_where_the_common_part_has_something_else() -> None
         "a": values[id(request["a"])],
         "b": {"c": values[id(parts.tensors[1])], "d": 4},
     }
+
+
+def endless() -> dict[str, Any]:
+    inner: dict[str, Any] = {"value": 1}
+    inner["list"] = [0, {"again": inner}]
+    return {"common": {"scheduler": inner}}
+
+
+def bottomless() -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    inner = tree
+    for _ in range(sys.getrecursionlimit() + 10):
+        inner["x"] = {}
+        inner = inner["x"]
+    return tree
+
+
+@pytest.mark.parametrize("split", [split_for_save, split_for_load])
+def test_a_cycle_is_named_with_its_path(split: Any) -> None:
+    """What contains itself is our error, with the place and what stands there again."""
+    with pytest.raises(InvalidShardingError) as caught:
+        split(endless())
+
+    assert "common.scheduler.list[1].again is common.scheduler again" in str(caught.value)
+
+
+@pytest.mark.parametrize("split", [split_for_save, split_for_load])
+def test_nesting_that_is_too_deep_is_named(split: Any) -> None:
+    """A tree that Python cannot walk through is our error, with the begin of its path."""
+    with pytest.raises(InvalidShardingError, match=r"x\.x\.x.*\.\.\. is \d+ levels deep"):
+        split(bottomless())

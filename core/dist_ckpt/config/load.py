@@ -107,10 +107,15 @@ def _bad_values(layer: _Layer, error: ValidationError) -> Iterator[str]:
 
 
 def _environment_layer(environment: Mapping[str, str]) -> _Layer:
-    # Only upper case counts; what is left of another spelling is reported as unknown.
+    # Only upper case counts; what is left of another spelling is reported as unknown. A variable
+    # that is set to nothing is not given, as in ``DIST_CKPT_ENABLED= python train.py``.
     names = {f"{ENV_PREFIX}{field.upper()}": field for field in DistCkptConfig.model_fields}
     return _Layer(
-        values={names.get(name, name): value for name, value in environment.items()},
+        values={
+            names.get(name, name): value
+            for name, value in environment.items()
+            if value or name not in names
+        },
         place=lambda key: f"environment variable {_variable(key)}",
         valid=(*names, _ENV_FILE),
         strings=True,

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 __all__ = ["DistCkptConfig"]
+
+
+def _off(value: object) -> object:
+    """Return what was written: YAML 1.1 reads an unquoted ``off`` as False."""
+    return "off" if value is False else value
 
 
 class DistCkptConfig(BaseModel):
@@ -66,7 +71,7 @@ class DistCkptConfig(BaseModel):
     log_metrics: bool = True
     page_cache: Literal["auto", "keep", "drop"] = "auto"
     cast: Literal["allow", "error"] = "allow"
-    verify: Literal["read", "full", "off"] = "read"
+    verify: Annotated[Literal["read", "full", "off"], BeforeValidator(_off)] = "read"
     verify_newest: Literal["files", "full"] = "full"
     preemption: bool = False
     grace_secs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
