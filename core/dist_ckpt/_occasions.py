@@ -1,29 +1,19 @@
-"""When a saver is called by nobody: before an optimizer's step, and at the end of the program.
+"""When copies are waited for that nobody asks for: before an optimizer's step.
 
-Here: both hooks, which hold the saver weakly. Not here: the saver (``background``). Local.
+Here: the hook, which holds the saver's machinery weakly. Not here: that (``background``). Local.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import os
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-__all__ = ["close_at_exit", "step_guard"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["step_guard"]
 
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-class _Saver(_Closable, Protocol):
+class _Saver(Protocol):
     def finish_staging(self) -> None: ...
 
 
@@ -54,23 +44,3 @@ def step_guard(saver: _Saver) -> Any:
         return args, {**kwargs, "closure": and_wait}
 
     return register_optimizer_step_pre_hook(before_step)
-
-
-def close_at_exit(saver: _Closable) -> Callable[[], None]:
-    """Close a saver, or what else must not outlive the program, at its end.
-
-    Returns:
-        What takes that back.
-    """
-    reference, pid = weakref.ref(saver), os.getpid()
-
-    def close() -> None:
-        found = reference()
-        if found is not None and os.getpid() == pid:
-            try:
-                found.close()
-            except Exception:
-                logger.exception("a checkpoint was not finished at the end of the program")
-
-    atexit.register(close)
-    return lambda: atexit.unregister(close)

@@ -11,7 +11,6 @@ have no owner that could keep them.
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import os
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from dist_ckpt._background.orders import FileOrder
 from dist_ckpt._background.worker import Worker
 from dist_ckpt._engine.copying import Copier
+from dist_ckpt._engine.endings import at_exit
 from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt._file_image import FileImage
 from dist_ckpt._formats.base import Written
@@ -51,12 +51,11 @@ class _Side:
         self.pool, self.copier = StagingPool(generations=2), Copier(thread_count=2)
         self.worker = Worker(kind="process", rank=int(os.environ.get("RANK", "0")))
         self.numbers = itertools.count(1)
-        atexit.register(self.close)
+        at_exit(close=self.close)
 
     def close(self) -> None:
-        if os.getpid() == self.pid:
-            self.worker.close(_CLOSE_SECS)
-            self.copier.close()
+        self.worker.close(_CLOSE_SECS)
+        self.copier.close()
 
 
 class _Sides:

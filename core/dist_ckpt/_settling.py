@@ -87,6 +87,7 @@ class Settler:
         self._acting: _Action | None = None
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._then: Callable[[], None] | None = None
 
     @property
     def in_flight(self) -> tuple[Path, ...]:
@@ -232,6 +233,19 @@ class Settler:
             if thread is not threading.current_thread():
                 thread.join(timeout_secs)
 
+    def retire(self, then: Callable[[], None]) -> bool:
+        """Call ``then`` on a thread of this one when all has ended; wait for nothing.
+
+        Returns:
+            False if there are no threads, as nothing was ever done: then it is not called.
+        """
+        with self._changed:
+            if not self._threads:
+                return False
+            self._then, self._closed = then, True
+            self._changed.notify_all()
+        return True
+
     # -- the threads: a slow action keeps no rank from hearing how a save ended
 
     def _run_threads(self) -> None:
@@ -250,15 +264,20 @@ class Settler:
             with self._changed:
                 self._changed.wait_for(lambda: self._saves or self._closed)
                 if not self._saves:
-                    return
+                    break
                 save = self._saves[0]
                 self._settling = True
             try:
                 self._settle(save)
             finally:
+                del save  # its state would be kept until the next one
                 with self._changed:
                     self._settling = False
                     self._changed.notify_all()
+        if self._then is not None:
+            with self._changed:
+                self._changed.wait_for(self.is_idle)
+            self._then()
 
     def _act(self) -> None:
         """Run actions, one after the other."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,11 +23,12 @@ from dist_ckpt._background.worker import Worker
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._comm.hosts import hosts_of_this_rank
 from dist_ckpt._engine.copying import Copier
+from dist_ckpt._engine.endings import at_exit
 from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._handing_over import Means, hand_over
 from dist_ckpt._live import LiveDescriptions
-from dist_ckpt._occasions import close_at_exit, step_guard
+from dist_ckpt._occasions import step_guard
 from dist_ckpt._outcomes import InFlight, beside
 from dist_ckpt._preparing import SaveRequest
 from dist_ckpt._settling import Settler
@@ -62,6 +65,138 @@ logger = logging.getLogger(__name__)
 
 _GENERATIONS = 2
 _CLOSE_SECS = 60.0
+_DROP_SECS = 1.0
+
+
+class _Machinery:
+    """What a saver runs: worker, threads and memory.
+
+    Nothing in here refers to the saver, so that one which nobody holds any more can be noticed.
+    """
+
+    def __init__(
+        self, options: BackgroundOptions, sinks: tuple[EventSink, ...], timeout_secs: float
+    ) -> None:
+        self._options, self._sinks, self._timeout_secs = options, sinks, timeout_secs
+        self.settler = Settler(self.emit)
+        self.pool: StagingPool | None = None
+        self.copier: Copier | None = None
+        self.worker: Worker | None = None
+        self._guard: Any = None
+        self._pid = os.getpid()
+        self._is_retired = self._is_given_up = False
+        self._is_released = threading.Event()
+        self._forget_exit = at_exit(finish=self._finish_at_exit, close=self._close_at_exit)
+
+    def emit(self, event: Event) -> None:
+        emit_to(self._sinks, event)
+
+    def worker_of(self, rank: int) -> Worker:
+        if self.worker is None:
+            self.worker = Worker(kind=self._options.worker, rank=rank)
+        return self.worker
+
+    def means(self, worker: Worker, timeout_secs: float) -> Means:
+        if self.pool is None:
+            self.pool = StagingPool(
+                generations=min(_GENERATIONS, self._options.max_in_flight),
+                budget_nbytes=self._options.staging_budget,
+            )
+        if self.copier is None:
+            self.copier = Copier(thread_count=self._options.copy_threads)
+        self.guard_optimizers()
+        return Means(
+            pool=self.pool,
+            copier=self.copier,
+            worker=worker,
+            overlap=self._options.overlap,
+            timeout_secs=timeout_secs,
+        )
+
+    def guard_optimizers(self) -> None:
+        if self._options.overlap and self._guard is None:
+            self._guard = step_guard(self)
+
+    def finish_staging(self) -> None:
+        """Return when all copies are done; see ``BackgroundSaver.finish_staging``."""
+        for handed in self.settler.handed:
+            if handed.task is None:
+                continue
+            try:
+                handed.task.wait(self._timeout_secs)
+            except BarrierTimeoutError:
+                raise  # going on would change what is being copied
+            except CheckpointingException:
+                continue  # told by `poll`
+
+    def drain(self, timeout_secs: float | None = None) -> None:
+        """Wait until nothing is in flight and queued, and raise what failed."""
+        limit = self._options.drain_timeout_secs if timeout_secs is None else timeout_secs
+        self.settler.wait_for(self.settler.is_idle, limit, "waiting for saves")
+        self.settler.raise_failures()
+
+    def close(self, timeout_secs: float | None) -> None:
+        """Drain, then give everything back."""
+        try:
+            self.drain(timeout_secs)
+        finally:
+            self._release(_CLOSE_SECS if timeout_secs is None else min(_CLOSE_SECS, timeout_secs))
+
+    def retire(self) -> None:
+        """Give everything back when what is in flight has ended; wait for nothing.
+
+        For a saver that nobody holds any more: in any thread, also while objects are collected. So
+        it starts no thread. If nothing is in flight, the main thread waits for a moment, so that
+        the next saver as a rule finds memory and processors free; whoever collects may hold a lock.
+        """
+        if os.getpid() != self._pid:
+            return  # a forked child: all is its parent's
+        self._is_retired = True
+        if self.settler.retire(self._end_retired):
+            in_main = threading.current_thread() is threading.main_thread()
+            if in_main and not self.settler.in_flight:
+                self._is_released.wait(_DROP_SECS)
+            return
+        self._forget_exit()
+        if self._guard is not None:
+            self._guard.remove()
+        if self.worker is not None:
+            self.worker.end_soon()
+
+    def _end_retired(self) -> None:
+        try:
+            self.settler.raise_failures()
+        except AsyncSaveError:
+            logger.exception("a saver was dropped without being closed, and its save failed")
+        self._release(_CLOSE_SECS)
+
+    def _finish_at_exit(self) -> None:
+        try:
+            self.drain()
+        except BarrierTimeoutError:
+            self._is_given_up = True
+            raise
+
+    def _close_at_exit(self) -> None:
+        if self._is_retired:
+            self._is_released.wait(_CLOSE_SECS)
+        elif self._is_given_up:
+            self._release(_CLOSE_SECS)
+        else:
+            self.close(None)
+
+    def _release(self, timeout_secs: float) -> None:
+        self._forget_exit()
+        if self._guard is not None:
+            self._guard.remove()
+        if self.worker is not None:
+            self.worker.close(timeout_secs)  # after that no save is open any more
+        self.settler.close(_CLOSE_SECS)
+        if self.copier is not None:
+            self.copier.close()
+        if self.pool is not None:
+            self.pool.retire()  # nobody reads it any more, whoever still has a lease
+        self._is_released.set()
 
 
 class BackgroundSaver:
@@ -72,7 +207,8 @@ class BackgroundSaver:
     fails is raised once, on every rank: by the next ``poll``, at the same one everywhere; or by the
     next save, ``wait``, ``drain`` or ``close``.
 
-    Pass it to ``dist_ckpt.training_state.save_training_state``.
+    Pass it to ``dist_ckpt.training_state.save_training_state``. Close it; one that is only dropped
+    finishes its saves, logs what fails, and then gives everything back.
 
     Args:
         options: How to save.
@@ -89,20 +225,20 @@ class BackgroundSaver:
     ) -> None:
         """Start nothing yet."""
         self.options = options or BackgroundOptions()
-        self._sinks, self._timeout_secs = tuple(sinks), timeout_secs
-        self._settler = Settler(self._emit)
+        self._timeout_secs = timeout_secs
         self.descriptions = LiveDescriptions()
         self._planner = AsyncPlanner()
-        self._pool: StagingPool | None = None
-        self._copier: Copier | None = None
-        self._worker: Worker | None = None
-        self._guard: Any = None
+        self._machinery = _Machinery(self.options, tuple(sinks), timeout_secs)
+        self._settler = self._machinery.settler
+        self._emit = self._machinery.emit
         self._number = 0
         self._accepted: deque[int] = deque(maxlen=self.options.max_in_flight)
         self._rank = 0
         self._closed = False
         self._pid = os.getpid()
-        self._unregister = close_at_exit(self)
+        # Who forgets a saver has not closed it: its saves end, and then all that it had.
+        self._when_dropped = weakref.finalize(self, self._machinery.retire)
+        self._when_dropped.atexit = False  # then `at_exit` does it
 
     def __enter__(self) -> Self:
         """Return the saver."""
@@ -119,7 +255,8 @@ class BackgroundSaver:
             ConfigError: The saver is closed.
         """
         self._check_open()
-        self._guard_optimizers()  # the first save may come in the closure of a step that has begun
+        # The first save may come in the closure of a step that has begun.
+        self._machinery.guard_optimizers()
         self._worker_of(self._rank_of_job()).start()
 
     @property
@@ -179,9 +316,7 @@ class BackgroundSaver:
             AsyncSaveError: A save failed and nobody was told.
             BarrierTimeoutError: It takes longer.
         """
-        limit = self.options.drain_timeout_secs if timeout_secs is None else timeout_secs
-        self._settler.wait_for(self._settler.is_idle, limit, "waiting for saves")
-        self._settler.raise_failures()
+        self._machinery.drain(timeout_secs)
 
     def pruned(self, path: PathLike, reason: str) -> None:
         """Tell the sinks that a checkpoint was removed. From any thread."""
@@ -200,15 +335,7 @@ class BackgroundSaver:
         Raises:
             BarrierTimeoutError: The copies take too long.
         """
-        for handed in self._settler.handed:
-            if handed.task is None:
-                continue
-            try:
-                handed.task.wait(self._timeout_secs)
-            except BarrierTimeoutError:
-                raise  # going on would change what is being copied
-            except CheckpointingException:
-                continue  # told by `poll`
+        self._machinery.finish_staging()
 
     def close(self, *, timeout_secs: float | None = None) -> None:
         """Drain, then end worker, threads and memory; again does nothing.
@@ -224,23 +351,11 @@ class BackgroundSaver:
         if self._closed:
             return
         self._closed = True
+        self._when_dropped.detach()
         try:
-            self.drain(timeout_secs=timeout_secs)
+            self._machinery.close(timeout_secs)
         finally:
-            self._unregister()
-            self._release(_CLOSE_SECS if timeout_secs is None else min(_CLOSE_SECS, timeout_secs))
-
-    def _release(self, timeout_secs: float) -> None:
-        if self._guard is not None:
-            self._guard.remove()
-        self.descriptions.forget()
-        if self._worker is not None:
-            self._worker.close(timeout_secs)  # after that no save is open any more
-        self._settler.close(_CLOSE_SECS)
-        if self._copier is not None:
-            self._copier.close()
-        if self._pool is not None:
-            self._pool.retire()  # nobody reads it any more, whoever still has a lease
+            self.descriptions.forget()
 
     # -- a save
 
@@ -371,7 +486,7 @@ class BackgroundSaver:
 
     def _announce(self, save: InFlight, common: dict[str, Any], waited: float) -> None:
         """Tell of the copy when it is done, and of the writing."""
-        handed = save.handed
+        handed, emit = save.handed, self._emit  # callbacks must not keep the saver
         if handed is None:
             return
         stall = time.monotonic() - save.started
@@ -379,14 +494,14 @@ class BackgroundSaver:
         def staged(error: BaseException | None) -> None:
             if error is None:
                 secs = time.monotonic() - save.started - waited
-                self._emit(
+                emit(
                     Staged(**common, stall_secs=stall, wait_secs=waited, copy_secs=secs,
                            nbytes=handed.nbytes)
                 )  # fmt: skip
 
         def written(done: Future[float]) -> None:
             if "written" in handed.save.timings:
-                self._emit(Written(**common, secs=done.result(), nbytes=handed.nbytes))
+                emit(Written(**common, secs=done.result(), nbytes=handed.nbytes))
 
         if handed.task is None:
             staged(handed.failure)
@@ -395,31 +510,23 @@ class BackgroundSaver:
         handed.save.written.add_done_callback(written)
 
     def _means(self, worker: Worker, options: SaveOptions) -> Means:
-        if self._pool is None:
-            self._pool = StagingPool(
-                generations=min(_GENERATIONS, self.options.max_in_flight),
-                budget_nbytes=self.options.staging_budget,
-            )
-        if self._copier is None:
-            self._copier = Copier(thread_count=self.options.copy_threads)
-        self._guard_optimizers()
-        return Means(
-            pool=self._pool,
-            copier=self._copier,
-            worker=worker,
-            overlap=self.options.overlap,
-            timeout_secs=self._patience(options),
-        )
-
-    def _guard_optimizers(self) -> None:
-        if self.options.overlap and self._guard is None:
-            self._guard = step_guard(self)
+        return self._machinery.means(worker, self._patience(options))
 
     def _worker_of(self, rank: int) -> Worker:
         self._rank = rank
-        if self._worker is None:
-            self._worker = Worker(kind=self.options.worker, rank=rank)
-        return self._worker
+        return self._machinery.worker_of(rank)
+
+    @property
+    def _worker(self) -> Worker | None:
+        return self._machinery.worker
+
+    @property
+    def _copier(self) -> Copier | None:
+        return self._machinery.copier
+
+    @property
+    def _pool(self) -> StagingPool | None:
+        return self._machinery.pool
 
     def _rank_of_job(self) -> int:
         return default_communicator(timeout_secs=self._timeout_secs).rank
@@ -427,9 +534,6 @@ class BackgroundSaver:
     def _patience(self, options: SaveOptions) -> float:
         """Return how long a save before may take to end: it has time-outs of its own."""
         return max(self._timeout_secs, 2 * options.timeout_secs)
-
-    def _emit(self, event: Event) -> None:
-        emit_to(self._sinks, event)
 
     def _check_open(self) -> None:
         if self._closed:

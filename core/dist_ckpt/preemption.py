@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._comm.store import StoreCommunicator
-from dist_ckpt._occasions import close_at_exit
+from dist_ckpt._engine.endings import at_exit
 from dist_ckpt._stopping import Agreement, Counts
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.options import SaveOptions
@@ -114,7 +114,7 @@ class PreemptionGuard:
         self._pid = os.getpid()
         self._agreement = self._begin(self._comm or default_communicator())
         self._watchdog = _Watchdog(self.grace_secs) if self._ends_process else None
-        self._unregister = close_at_exit(self)
+        self._unregister = at_exit(close=self.close)
         for signum in self._signals:
             self._earlier[signum] = signal.signal(signum, self._on_signal)
         return self

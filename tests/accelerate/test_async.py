@@ -16,7 +16,7 @@ from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader
 
 from accelerate_dist_ckpt import DistCkptIO
-from dist_ckpt.background import BackgroundSaver
+from dist_ckpt import background
 from dist_ckpt.errors import (
     AsyncSaveError,
     WorkerDiedError,
@@ -151,11 +151,11 @@ def test_an_optimizers_step_waits_for_the_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setup: Any
 ) -> None:
     """Accelerate's wrapper steps through torch's: the copy is held back until just then."""
-    asked, finish = threading.Event(), BackgroundSaver.finish_staging
+    asked, finish = threading.Event(), background._Machinery.finish_staging
 
-    def asking(saver: BackgroundSaver) -> None:
+    def asking(machinery: Any) -> None:
         asked.set()
-        finish(saver)
+        finish(machinery)
 
     accelerator = new_accelerator()
     accelerator.register_checkpoint_io(DistCkptIO(async_save=True, overlap=True))
@@ -163,7 +163,7 @@ def test_an_optimizers_step_waits_for_the_copy(
     net = torch.nn.Linear(128, 256)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
     saved = net.weight.detach().clone()
-    monkeypatch.setattr(BackgroundSaver, "finish_staging", asking)
+    monkeypatch.setattr(background._Machinery, "finish_staging", asking)
     with copies_held_back(asked):
         accelerator.save_state(tmp_path / "ckpt")
         accelerator.backward(model(torch.ones(4, 128)).square().mean())

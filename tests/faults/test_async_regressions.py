@@ -150,7 +150,9 @@ def test_a_step_waits_until_all_is_copied(
     gate = Gate(saver, model, tmp_path)
     loss()
     expected = save(saver, tmp_path / "c", model, optimizer)
-    with mock.patch.object(saver, "finish_staging", side_effect=_first(gate.open, saver)):
+    with mock.patch.object(
+        saver._machinery, "finish_staging", side_effect=_first(gate.open, saver)
+    ):
         optimizer.step(loss)
     saver.drain()
 
@@ -159,7 +161,7 @@ def test_a_step_waits_until_all_is_copied(
 
 
 def _first(call: Callable[[], None], saver: BackgroundSaver) -> Callable[[], None]:
-    finish = saver.finish_staging
+    finish = saver._machinery.finish_staging
 
     def both() -> None:
         call()
@@ -177,7 +179,9 @@ def test_a_step_inside_of_the_backward_pass_waits_too(
     model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     gate = Gate(saver, model, tmp_path)
     expected = save(saver, tmp_path / "c", model, optimizer)
-    with mock.patch.object(saver, "finish_staging", side_effect=_first(gate.open, saver)):
+    with mock.patch.object(
+        saver._machinery, "finish_staging", side_effect=_first(gate.open, saver)
+    ):
         model(torch.ones(1, WIDTH)).sum().backward()
     saver.drain()
 

@@ -64,7 +64,7 @@ def an_attempt(folder: Path) -> Iterator[None]:
 
 
 LEAKS: dict[str, Callable[[Path], contextlib.AbstractContextManager[None]]] = {
-    r"process \d+: S ": a_process,
+    r"process \d+: [^Z] ": a_process,
     r"process \d+: Z ": an_unreaped_process,
     "thread left": a_thread,
     r"descriptor \d+: .*/left": a_descriptor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -84,6 +86,7 @@ def stopped(saver: BackgroundSaver) -> Iterator[None]:
     pid = worker_pid(saver)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
+    del saver  # a test may drop it
     try:
         yield
     finally:
@@ -628,6 +631,105 @@ def test_a_save_that_failed_at_the_very_end_is_logged(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+AT_THE_END = """
+import multiprocessing, sys, threading
+from pathlib import Path
+import torch
+from dist_ckpt._engine.transfer import run_jobs
+from dist_ckpt.background import BackgroundSaver
+from dist_ckpt.training_state import TrainingState, save_training_state
+
+ends = threading.Event()
+
+def prune(name):
+    ends.wait(30)
+    run_jobs([lambda _: None, lambda _: None], thread_count=2, name="jobs")
+    Path(f"{name} is pruned").touch()
+
+def train(name):
+    saver = BackgroundSaver()
+    threading._register_atexit(ends.set)
+    save_training_state(name, TrainingState(models=[torch.nn.Linear(300, 300)]), saver=saver)
+    if saver.in_flight:
+        saver.after_commit(lambda: prune(name), what="prune")
+    else:
+        Path(f"{name} is pruned").touch()  # nothing waits for the end
+    globals()["kept"] = saver
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        child = multiprocessing.get_context(method).Process(target=train, args=(method,))
+        child.start()
+        child.join()
+    train("main")
+"""
+
+
+def test_what_waits_for_a_commit_is_done_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """In a program and in its forked and spawned processes, though no pool may be used any more."""
+    script = tmp_path / "script.py"
+    script.write_text(AT_THE_END)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = ("fork", "fork is pruned", "main", "main is pruned", "spawn", "spawn is pruned")
+    assert tuple(names(folder)) == expected
+
+
+@pytest.mark.parametrize("use", ["made", "started", "saved", "in flight"])
+def test_a_saver_that_nobody_holds_gives_everything_back(
+    job: Job, tmp_path: Path, use: str
+) -> None:
+    """Also with a save in flight, which is completed first; nothing but the saver is dropped."""
+    BackgroundSaver().close()
+    with BackgroundSaver() as warm:
+        save(warm, job, tmp_path / "warm")
+    told = Told()
+    with no_leaks(tmp_path):
+        saver = BackgroundSaver(BackgroundOptions(overlap=True), sinks=[told])
+        if use == "started":
+            saver.start()
+        if use == "saved":
+            save(saver, job, tmp_path / "1")
+            saver.drain()
+        if use == "in flight":
+            with stopped(saver):
+                expected = save(saver, job, tmp_path / "1")
+                saver.after_commit((tmp_path / "2").mkdir, what="make 2")
+                reference = weakref.ref(saver)
+                del saver
+                gc.collect()
+                assert reference() is None
+        else:
+            del saver
+    if use == "in flight":
+        assert same_bits(job.loaded(tmp_path / "1"), expected) == []
+        assert [type(one) for one in told.events][-1] is Committed
+        assert names(tmp_path) == ["1", "2", "warm"]
+
+
+def test_the_failure_of_a_dropped_saver_is_logged(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody can be told any more; what waited for the commit is not done."""
+    with no_leaks(tmp_path):
+        saver = BackgroundSaver()
+        with stopped(saver):
+            with stage_failing():
+                save(saver, job, tmp_path / "1")
+            saver.after_commit((tmp_path / "2").mkdir, what="make 2")
+            del saver
+    assert "a saver was dropped without being closed, and its save failed" in caplog.text
+    assert "boom in staging" in caplog.text
+    assert names(tmp_path) == []
+
+
 # -- other things to save --------------------------------------------------------------------------
 
 
@@ -704,8 +806,9 @@ def test_a_step_with_a_closure_waits_behind_it(tmp_path: Path, positional: bool)
         saved = model.weight.detach().clone()
         state = TrainingState(models=[model], optimizers=[optimizer])
         save_training_state(tmp_path / "c", state, saver=saver)
-        finish = saver.finish_staging
-        saver.finish_staging = lambda: (order.append("waited"), finish())[-1]  # type: ignore[method-assign]
+        machinery = saver._machinery
+        finish = machinery.finish_staging
+        machinery.finish_staging = lambda: (order.append("waited"), finish())[-1]  # type: ignore[method-assign]
 
         def closure() -> torch.Tensor:
             order.append("closure")

@@ -134,13 +134,17 @@ class Link:
         """
         self._channel.send(message, descriptors)
 
-    def close(self, timeout_secs: float) -> None:
-        """Have it finish what is all staged and end; kill it after the time."""
+    def end_soon(self) -> None:
+        """Have it finish what is all staged and end; the reader takes note of that."""
         self._is_closing = True
         try:
             self.send(Close())
         except OSError:
             logger.debug("the worker had ended before it was closed")
+
+    def close(self, timeout_secs: float) -> None:
+        """Have it finish what is all staged and end; kill it after the time."""
+        self.end_soon()
         self._reader.join(timeout_secs)
         if not self._reader.is_alive():
             return

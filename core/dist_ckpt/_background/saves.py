@@ -20,6 +20,7 @@ from dist_ckpt._background.agreement import stand_in
 from dist_ckpt._background.hub_client import HubClient
 from dist_ckpt._background.messages import Abandon, AllStaged, Ended, Freed, StagedRun, Written
 from dist_ckpt._comm.failures import describe_failure
+from dist_ckpt._engine.endings import is_ending
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError, CheckpointingException
 
 if TYPE_CHECKING:
@@ -134,6 +135,9 @@ class WorkerSave:
         point = self._point
         if point is None or point.rank == 0 or not self._order.commits:
             self._fail(error)
+            return
+        if is_ending():
+            self._ask_others(point, error)  # in the thread that noticed, which has no more to do
             return
         self._stand_in = threading.Thread(
             target=self._ask_others, args=(point, error), name="dist_ckpt-stand-in", daemon=True

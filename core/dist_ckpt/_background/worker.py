@@ -174,6 +174,12 @@ class Worker:
         except OSError:
             return  # what is dead has forgotten
 
+    def end_soon(self) -> None:
+        """Tell a worker that has nothing to do that it is over; wait for nothing."""
+        link, self._link = self._link, None
+        if link is not None and link.owner_pid == os.getpid():
+            link.end_soon()
+
     def close(self, timeout_secs: float) -> None:
         """Finish what is all staged, give up the rest, and end the worker; kill it after the time.
 

@@ -10,6 +10,8 @@ import threading
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, TypeVar
 
+from dist_ckpt._engine.endings import is_ending
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -30,7 +32,8 @@ def run_jobs(
     Args:
         jobs: Each takes ``check``, to be called between pieces of work; ``check`` raises
             ``Cancelled`` once another job has failed.
-        thread_count: Most jobs at a time. One job or one thread runs in the caller's thread.
+        thread_count: Most jobs at a time. One job or one thread runs in the caller's thread,
+            and so do all when the interpreter ends.
         name: Prefix of the threads' names, as seen in stack dumps.
 
     Raises:
@@ -42,7 +45,7 @@ def run_jobs(
         if failed.is_set():
             raise Cancelled
 
-    if thread_count == 1 or len(jobs) <= 1:
+    if thread_count == 1 or len(jobs) <= 1 or is_ending():
         return [job(check) for job in jobs]
     with ThreadPoolExecutor(thread_count, thread_name_prefix=name) as pool:
         futures = [pool.submit(job, check) for job in jobs]
