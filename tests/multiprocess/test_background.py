@@ -489,3 +489,34 @@ def fails_and_raises(rank: int, size: int, folder: str) -> str:
 def test_a_failure_has_what_each_rank_failed_with(tmp_path: Path) -> None:
     """By rank, in ``failures``, on every rank."""
     assert run_ranks(fails_and_raises, 2, str(tmp_path)) == ["[0, 1]", "[0, 1]"]
+
+
+# -- permissions -----------------------------------------------------------------------------------
+
+
+def modes(path: Path) -> dict[str, str]:
+    inside = {one.relative_to(path): one for one in path.rglob("*")}
+    return {str(name): oct(one.stat().st_mode) for name, one in (inside | {Path(): path}).items()}
+
+
+@both_kinds
+@pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
+def test_files_have_the_umask_of_the_save(tmp_path: Path, worker: Kind, backend: str) -> None:
+    """Not that of the worker's start: files and directories are as a synchronous save makes them."""
+    options = SaveOptions(backend=backend)  # type: ignore[arg-type]  # one of the two
+    job = Job(rank=0, size=1)
+    job.step()
+    before = os.umask(0o022)
+    try:
+        with saver_of(worker=worker) as saver:
+            for mask in (0o022, 0o077, 0o007):
+                os.umask(mask)
+                place = tmp_path / oct(mask)
+                save_training_state(place / "background", job.state, saver=saver, options=options)
+                saver.drain()
+                save_training_state(place / "blocking", job.state, options=options)
+
+                assert modes(place / "background") == modes(place / "blocking")
+                assert all(int(mode, 8) & mask == 0 for mode in modes(place / "blocking").values())
+    finally:
+        os.umask(before)

@@ -48,7 +48,9 @@ class Told:
 def staged_in(data: bytes, told: Told, timeout_secs: float = 30) -> Iterator[StagedSave]:
     with Memory(data) as memory:
         arena = MappedArena(os.dup(memory.descriptor), memory.nbytes)
-        begin = Begin(1, b"", "c", commits=True, arena_key=1, nbytes=len(data), point=None)
+        begin = Begin(
+            1, b"", "c", commits=True, arena_key=1, nbytes=len(data), point=None, umask=0o022
+        )
         save = StagedSave(
             begin, arena, tell=told.messages.append, note=told.note, timeout_secs=timeout_secs
         )

@@ -189,6 +189,8 @@ class WorkerLoop:
     def _serve(self, save: StagedSave) -> None:
         """Write one save and agree on it; whatever happens, the training process is told."""
         begin, timings = save.begin, {"begun": time.time()}
+        if self._is_process:  # one save is written at a time
+            os.umask(begin.umask)
         order, report, failure = self._written(save, timings)
         save.release()
         failure = save.failure or failure

@@ -79,7 +79,12 @@ class ForgetArena:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A save. Its order is pickled by itself: if it cannot be unpickled, only this save fails."""
+    """A save. Its order is pickled by itself: if it cannot be unpickled, only this save fails.
+
+    Attributes:
+        umask: Of the training process at the save; the files get the permissions that they would
+            get from it.
+    """
 
     number: int
     order: bytes
@@ -88,6 +93,7 @@ class Begin:
     arena_key: int | None
     nbytes: int
     point: CommitPoint | None
+    umask: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,13 @@ waits for other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from dist_ckpt._background.link import START_SECS, Link
@@ -142,6 +144,7 @@ class Worker:
             arena_key=arena_key if has_arena else None,
             nbytes=nbytes if has_arena else 0,
             point=point,
+            umask=_umask(),
         )
         try:
             link = self._started()
@@ -218,3 +221,15 @@ def _settle(save: WorkerSave, timeout_secs: float) -> None:
 
 def _send_nothing(_: object) -> None:
     raise BrokenPipeError
+
+
+def _umask() -> int:
+    """Return this process's umask; it is read without being set, which would race with threads."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            name, _, value = line.partition(":")
+            if name == "Umask":
+                return int(value, 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
