@@ -30,9 +30,11 @@ from accelerate_dist_ckpt.dataloaders import (
     tracked_iteration,
 )
 from accelerate_dist_ckpt.io import DistCkptIO
+from accelerate_dist_ckpt.job import Job
 from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.loading import load_state
 from accelerate_dist_ckpt.saving import save_state
+from dist_ckpt.derive import check_optimizers
 from dist_ckpt.errors import ConfigError
 
 __all__ = ["CheckpointIOHandle", "attach_method", "register_checkpoint_io"]
@@ -112,6 +114,8 @@ def register_checkpoint_io(target: Accelerator, io: DistCkptIO) -> CheckpointIOH
         ConfigError: ``target`` is no Accelerator, or that of a ``transformers.Trainer``, which does
             not use ``save_state``; or ``io`` is no DistCkptIO.
         AsyncSaveError: A save of the IO before failed and nobody was told; that IO stays.
+        InvalidShardingError: A prepared optimizer has state that cannot be stored. ``prepare``
+            raises it for those that come later.
     """
     if not isinstance(target, Accelerator):
         raise ConfigError(
@@ -124,6 +128,8 @@ def register_checkpoint_io(target: Accelerator, io: DistCkptIO) -> CheckpointIOH
         )
     if io.config.enabled:
         _refuse_trainer(target)
+        if target.distributed_type not in _OWN_FORMAT:
+            _check_optimizers(target)
     registration = Registration(io)
     if io.config.enabled:
         _install()
@@ -166,6 +172,7 @@ def attach_method() -> None:
 
 
 def _install() -> None:
+    _replace(Accelerator, "prepare", _dispatched_prepare)
     _replace(Accelerator, "save_state", _dispatched_save)
     _replace(Accelerator, "load_state", _dispatched_load)
     _replace(Accelerator, "backward", _dispatched_backward)
@@ -187,6 +194,23 @@ def _replace(
     ours = functools.wraps(native)(make(native))
     setattr(ours, _NATIVE, native)
     setattr(cls, name, ours)
+
+
+def _dispatched_prepare(native: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch(self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+        prepared = native(self, *args, **kwargs)
+        if _registered(self) is not None and self.distributed_type not in _OWN_FORMAT:
+            _check_optimizers(self)
+        return prepared
+
+    return dispatch
+
+
+def _check_optimizers(accelerator: Accelerator) -> None:
+    """Refuse optimizers that no save could store, before the first step."""
+    job = Job.of(accelerator)
+    if job.optimizers:
+        check_optimizers(job.optimizers, job.models)
 
 
 def _dispatched_save(native: Callable[..., Any]) -> Callable[..., Any]:

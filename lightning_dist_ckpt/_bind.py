@@ -13,7 +13,8 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt.errors import ConfigError
+from dist_ckpt.derive import check_optimizers
+from dist_ckpt.errors import ConfigError, InvalidShardingError
 from dist_ckpt.training_state import is_checkpoint
 from lightning_dist_ckpt import _preempt
 from lightning_dist_ckpt._contract import check_contract, foreign_definitions, is_lightnings_own
@@ -29,7 +30,7 @@ from lightning_dist_ckpt.io import DistCkptIO
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-__all__ = ["bind"]
+__all__ = ["bind", "check_saved_optimizers"]
 
 _SUPPORTED = frozenset(
     {"SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy"}
@@ -119,6 +120,29 @@ def _refuse_ours(trainer: Any) -> None:
             f"{path} is a checkpoint directory of DistCkptIO, which this Trainer is without.",
             hint="give it Trainer(plugins=[DistCkptIO()]), or make a file for stock Lightning: "
             "lightning_dist_ckpt.export_to_file().",
+        )
+
+
+def check_saved_optimizers(trainer: Any) -> None:
+    """Raise if a callback is going to save optimizers that cannot be stored.
+
+    Where the module edits what is saved, and so may leave them out, this is a warning.
+
+    Raises:
+        InvalidShardingError: The state of an optimizer cannot be stored.
+    """
+    is_bound = isinstance(getattr(trainer.strategy, "dist_ckpt_binding", None), Binding)
+    callbacks = trainer.checkpoint_callbacks
+    if not is_bound or all(getattr(one, "save_weights_only", False) for one in callbacks):
+        return
+    try:
+        check_optimizers(trainer.strategy.optimizers, [trainer.strategy.model])
+    except InvalidShardingError as error:
+        hook = type(trainer.lightning_module).on_save_checkpoint
+        if hook.__module__.partition(".")[0] in {"lightning", "pytorch_lightning"}:
+            raise
+        warnings.warn(
+            f"saves fail unless on_save_checkpoint leaves optimizers out: {error}", stacklevel=2
         )
 
 

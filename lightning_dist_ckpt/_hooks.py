@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lightning_dist_ckpt._bind import bind
+from lightning_dist_ckpt._bind import bind, check_saved_optimizers
 from lightning_dist_ckpt._requests import note_requests
 
 if TYPE_CHECKING:
@@ -42,6 +42,11 @@ class Hooks:
         """Bind the Trainer before it saves or loads anything."""
         del pl_module, stage
         bind(trainer, self)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse optimizers that no save could store, before the first step."""
+        del pl_module
+        check_saved_optimizers(trainer)
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         """Raise what failed in the background."""

@@ -13,10 +13,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, ProjectConfiguration
+from torch.testing._internal.two_tensor import TwoTensor
 
 import accelerate_dist_ckpt
 from accelerate_dist_ckpt import DistCkptIO, register_checkpoint_io
-from dist_ckpt.errors import CheckpointNotFoundError, ConfigError, MismatchError
+from dist_ckpt.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    InvalidShardingError,
+    MismatchError,
+)
 from dist_ckpt.training_state import is_checkpoint
 from tests.accelerate._jobs import (
     Net,
@@ -429,3 +435,25 @@ def test_a_job_killed_in_a_save_resumes_from_the_one_before(tmp_path: Path) -> N
 
     assert differing(expected, state_of(job)) == []
     assert job.accelerator.save_state().name == "checkpoint_2"
+
+
+# -- optimizers that cannot be saved ---------------------------------------------------------------
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused_before_training() -> None:
+    """At ``prepare``, and at the registration if that comes later; the older one stays then."""
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters())
+    optimizer.param_groups[0]["pair"] = TwoTensor(torch.ones(1), torch.ones(1))
+    what = r"optimizer 0: SGD.*param_groups\[0\]\['pair'\] is a .*TwoTensor"
+
+    early = new_accelerator()
+    handle = early.register_checkpoint_io(DistCkptIO())
+    with pytest.raises(InvalidShardingError, match=what):
+        early.prepare(net, optimizer)
+    handle.remove()
+    late = new_accelerator()
+    late.prepare(net, optimizer)
+    with pytest.raises(InvalidShardingError, match=what):
+        late.register_checkpoint_io(DistCkptIO())
+    late.register_checkpoint_io(DistCkptIO(enabled=False))

@@ -15,7 +15,7 @@ from torch import nn
 
 from dist_ckpt.derive.layout import FlatPiece, LocalTensor, ModelLayout, Part, TensorLayout
 from dist_ckpt.derive.model import model_layout, sharded_model_state
-from dist_ckpt.derive.optim import check_optimizer, sharded_optimizer_state
+from dist_ckpt.derive.optim import check_optimizer, check_optimizers, sharded_optimizer_state
 from dist_ckpt.derive.optim_load import load_optimizer_state, optimizer_template
 from dist_ckpt.derive.protocol import local_state_dict
 from dist_ckpt.derive.protocol_load import load_whole_model
@@ -33,6 +33,7 @@ __all__ = [
     "StateSpecHandle",
     "TensorLayout",
     "check_optimizer",
+    "check_optimizers",
     "copy_box",
     "load_optimizer_state",
     "load_whole_model",

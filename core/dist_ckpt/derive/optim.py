@@ -22,15 +22,18 @@ A state dict of another form than torch's is one object, if no parameter is shar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.derive.ddp import current_rank, replicated_layout
 from dist_ckpt.derive.dtensor import dtensor_layout, local_of
 from dist_ckpt.derive.layout import ModelLayout, TensorLayout
+from dist_ckpt.derive.model import model_layout
 from dist_ckpt.derive.optim_form import (
     EXTRA,
     KEYS,
@@ -54,6 +57,7 @@ __all__ = [
     "LIKE_PARAMETER",
     "OPAQUE",
     "check_optimizer",
+    "check_optimizers",
     "extra_object",
     "opaque_key",
     "opaque_object",
@@ -152,6 +156,31 @@ def check_optimizer(optimizer: Any, layouts: Sequence[ModelLayout]) -> None:
     hooks = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
     if not any(getattr(inner, name, None) for name in hooks):
         sharded_optimizer_state(inner, layouts, prefix="optimizer.")
+
+
+def check_optimizers(optimizers: Iterable[Any], models: Iterable[nn.Module]) -> None:
+    """Check all optimizers of a job, see ``check_optimizer``; what is wrong is told at once.
+
+    A model that cannot be described yet, as lazy modules before their first batch, counts by what
+    its optimizers hold of it.
+
+    Raises:
+        InvalidShardingError: The state of an optimizer cannot be stored.
+    """
+    layouts: list[ModelLayout] = []
+    for model in models:
+        with contextlib.suppress(InvalidShardingError):
+            layouts.append(model_layout(model))
+    problems: list[str] = []
+    for number, optimizer in enumerate(optimizers):
+        try:
+            check_optimizer(optimizer, layouts)
+        except InvalidShardingError as error:
+            problems.append(f"optimizer {number}: {error}")
+    if problems:
+        raise InvalidShardingError(
+            f"{len(problems)} optimizer(s) cannot be saved: {' '.join(problems)}"
+        )
 
 
 def _whole_tree(
