@@ -59,7 +59,7 @@ def announced_target(accelerator: Accelerator, output_dir: Any) -> str:
         return os.fspath(_folder(accelerator))
     if output_dir is None:
         raise ConfigError("save_state() got no output_dir, and automatic_checkpoint_naming is off.")
-    return str(os.path.abspath(output_dir))  # noqa: PTH100 - resolve() would follow a link
+    return _local(output_dir)
 
 
 def next_target(accelerator: Accelerator, in_flight: Collection[Path]) -> Path:
@@ -218,7 +218,14 @@ def _folder(accelerator: Accelerator) -> Path:
     project_dir = cast("str | None", accelerator.project_dir)
     if project_dir is None:
         raise ConfigError("automatic_checkpoint_naming needs a project_dir, found None.")
-    return Path(os.path.abspath(project_dir)) / "checkpoints"  # noqa: PTH100 - same
+    return Path(_local(project_dir)) / "checkpoints"
+
+
+def _local(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    if "://" in text:  # it would become a folder of that name in the working directory
+        raise ConfigError(f"{text}: checkpoints are saved to local or mounted file systems only.")
+    return os.path.abspath(text)  # noqa: PTH100 - resolve() would follow a link
 
 
 def _numbered(folder: Path) -> list[Path]:

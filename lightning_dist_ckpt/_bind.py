@@ -17,6 +17,7 @@ from dist_ckpt.derive import check_optimizers
 from dist_ckpt.errors import ConfigError, InvalidShardingError
 from dist_ckpt.training_state import is_checkpoint
 from lightning_dist_ckpt import _preempt
+from lightning_dist_ckpt._candidates import model_checkpoints
 from lightning_dist_ckpt._contract import check_contract, foreign_definitions, is_lightnings_own
 from lightning_dist_ckpt._fit_saves import FitSaves
 from lightning_dist_ckpt._folders import check_folders
@@ -108,7 +109,7 @@ def _replaced(
     for wrapper in wrappers:
         yield "plugin", wrapper, _GONE_PAST | {"remove_checkpoint"}
     yield "plugin", io, _GONE_PAST
-    for callback in trainer.checkpoint_callbacks if watches else ():
+    for callback in model_checkpoints(trainer) if watches else ():
         yield "callback", callback, REPLACED
 
 

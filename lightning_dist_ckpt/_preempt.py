@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from dist_ckpt.errors import BarrierTimeoutError, CheckpointingException
 from dist_ckpt.preemption import PreemptionGuard
 from dist_ckpt.serialization import all_processes
+from lightning_dist_ckpt._candidates import model_checkpoints
 
 if TYPE_CHECKING:
     from lightning_dist_ckpt._fit_saves import FitSaves
@@ -206,17 +208,14 @@ def _saves_on_exception(trainer: Any) -> bool:
 
 def _keeper(trainer: Any) -> Any:
     """Return the ModelCheckpoint that keeps the last checkpoint, or could; None without one."""
-    found = [
-        one
-        for one in trainer.checkpoint_callbacks
-        if hasattr(one, "_save_last_checkpoint") and not one.save_weights_only
-    ]
+    found = [one for one in model_checkpoints(trainer) if not one.save_weights_only]
     return next((one for one in found if one.save_last), found[0] if found else None)
 
 
 def _path_beside(trainer: Any) -> Path:
     """Return where to save without the help of a callback."""
-    folders = [one.dirpath for one in trainer.checkpoint_callbacks if getattr(one, "dirpath", None)]
+    known = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+    folders = [one for one in known if one and isinstance(one, str | os.PathLike)]
     return Path(folders[0] if folders else Path(trainer.default_root_dir, "checkpoints"), _NAME)
 
 

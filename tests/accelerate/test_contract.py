@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, load_checkpoint_in_model
-from accelerate.utils import merge_fsdp_weights
+from accelerate.utils import ProjectConfiguration, merge_fsdp_weights
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import Trainer, TrainingArguments
 
@@ -73,6 +73,19 @@ def test_registering_does_not_import_transformers() -> None:
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_remote_places_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be folders called ``s3:`` in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    job = build()
+    with pytest.raises(ConfigError, match="s3://bucket/x: .*local or mounted"):
+        job.accelerator.save_state("s3://bucket/x")
+    config = ProjectConfiguration("gs://bucket/run", automatic_checkpoint_naming=True)
+    job = build(project_config=config)
+    with pytest.raises(ConfigError, match="gs://bucket/run: .*local or mounted"):
+        job.accelerator.save_state()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from lightning_dist_ckpt._bind import bind
 from lightning_dist_ckpt._folders import _problem
 from lightning_dist_ckpt._model_checkpoint import unwatch, watch
 from lightning_dist_ckpt._overrides import OVERRIDDEN
+from lightning_dist_ckpt._preempt import _keeper, _path_beside
 from tests.lightning._training import Tiny, every_3_steps, loader, make_trainer, names
 from tests.multiprocess._world import run_ranks
 
@@ -255,6 +256,26 @@ def test_callbacks_that_were_never_watched_are_not_touched(tmp_path: Path) -> No
     assert type(own) is ModelCheckpoint
 
 
+def test_a_stand_in_among_the_callbacks(tmp_path: Path) -> None:
+    """A Trainer with one trains, saves in the background, and leaves it as it was."""
+    io = DistCkptIO(async_save=True, preemption=True, worker="thread")
+    trainer = make_trainer("single", tmp_path, callbacks=[], plugins=[io])
+    values = {
+        "state_dict": dict,
+        "state_key": "mine",
+        "dirpath": Mock(),
+        "save_weights_only": False,
+    }
+    callback = Mock(spec=ModelCheckpoint, **values)
+    trainer.callbacks.insert(0, callback)
+    before = type(callback)
+    trainer.fit(Tiny(), loader())
+    assert isinstance(callback, ModelCheckpoint)
+    assert type(callback) is before
+    assert _keeper(trainer) is trainer.checkpoint_callbacks[-1]  # Lightning's default
+    assert _path_beside(trainer) == tmp_path / "checkpoints" / "last-preempted.ckpt"
+
+
 class Overwriting(ModelCheckpoint):
     """Takes every name for free."""
 
@@ -316,7 +337,7 @@ def remote(kind: str, place: str) -> dict[str, Any]:
 def test_remote_folders_are_refused_in_setup(tmp_path: Path, place: str) -> None:
     """Not at the first save, an epoch later."""
     trainer = make_trainer("single", tmp_path, callbacks=[ModelCheckpoint(tmp_path)])
-    trainer.checkpoint_callback.dirpath = place  # makes no file system of that name
+    trainer.checkpoint_callback.dirpath = place  # no need for its file system to be installed
     with pytest.raises(ConfigError, match=f"dirpath of ModelCheckpoint {place}.*rank 0"):
         trainer.fit(Tiny(), loader())
     assert trainer.global_step == 0
