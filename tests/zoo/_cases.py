@@ -121,15 +121,12 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 _MAP_LOCATION = "Callable map_location not supported"
 _EXTRAS = "entries of state_dict() that are no parameter or buffer are not stored"
 _HOOKS = "load_state_dict hooks and overrides do not run"
-_SUBCLASS = "tensors of wrapper classes are refused"
-_WRAPPER = "optimizers without param_groups in their state_dict() are refused"
 
 _ORDER = "stock draws another order for the samples that are left"
 
 _TORCHAO_OPTIMIZER = {
-    ("*", "*"): _pending(_SUBCLASS),
-    ("lightning", "single"): _restored(_MAP_LOCATION, pending=_SUBCLASS),
-    ("lightning", "ddp"): _restored(_MAP_LOCATION, pending=_SUBCLASS),
+    ("lightning", "single"): _restored(_MAP_LOCATION),
+    ("lightning", "ddp"): _restored(_MAP_LOCATION),
 }
 
 ROWS: tuple[Row, ...] = (
@@ -172,8 +169,7 @@ ROWS: tuple[Row, ...] = (
         name="torchao int8 weights",
         what="parameters that are made of several tensors",
         expected={
-            ("*", "single"): _pending(_SUBCLASS),
-            ("lightning", "single"): _restored(_MAP_LOCATION, pending=_SUBCLASS),
+            ("lightning", "single"): _restored(_MAP_LOCATION),
             ("*", "ddp"): _library("unimplemented operator"),
             ("*", "fsdp2"): _library("unimplemented operator"),
         },
@@ -236,7 +232,6 @@ ROWS: tuple[Row, ...] = (
         name="pytorch_optimizer Lookahead",
         what="an optimizer around another: its `state_dict()` has keys of its own",
         expected={
-            ("*", "*"): _pending(_WRAPPER),
             ("*", "fsdp2"): _library("does not have a sharding strategy"),
             ("accelerate", "fsdp2"): _library("same number of tensors"),
         },
