@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from dist_ckpt._background.agreement import CommitPoint
 from dist_ckpt._background.orders import Publication
+from dist_ckpt._common_parts import compare_common
 from dist_ckpt._engine.commit import Attempt
 from dist_ckpt._engine.page_cache import PagePolicy
 from dist_ckpt._file_image import FileImage
@@ -29,6 +30,7 @@ from dist_ckpt._publishing import check_target
 from dist_ckpt._saving import Assignment, Coordinator, PendingSave, pass_on, plan_work, proven
 from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError
+from dist_ckpt.validation import RankView
 
 if TYPE_CHECKING:
     from dist_ckpt._background.hub import HubAddress
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from dist_ckpt._preparing import SaveRequest
     from dist_ckpt.options import SaveOptions
     from dist_ckpt.types import Communicator
-    from dist_ckpt.validation import RankView
 
 __all__ = ["AsyncPlanner", "PlannedSave"]
 
@@ -81,9 +82,10 @@ class PlannedSave:
         return f"{self.saver}/{number}"
 
 
-_Arrival: TypeAlias = "tuple[int, RankView | None]"
-"""What a rank tells: the number of the plan that it remembers, and its description; None if that is
-the one of the plan. A plain tuple: with the name of a class it would be twice as long."""
+_Arrival: TypeAlias = "tuple[int, RankView | bytes | None]"
+"""What a rank tells: the number of the plan that it remembers, and its description; if that is the
+one of the plan, only the digest of its common part, or None without one. A plain tuple: with the
+name of a class it would be twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class _Departure:
     assignment: Assignment | None = None
     address: HubAddress | None = None
     saver: str = ""
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,8 @@ class _Step:
         if told.directory is None:
             raise CoordinationError(f"planning the save to {self.target}: nobody told of a plan.")
         prepared, known = self._prepared(), self.planner.known
+        if told.differs:
+            compare_common(self.comm, prepared.compared or {})
         point = self._point(told)
         if not _is_plain(prepared.request):
             return self._other(told, prepared, point)
@@ -238,10 +243,15 @@ class _Step:
             and known.kind == self._kind(prepared)
             and known.view == prepared.view
         )
-        return known.plan, None if is_same and not tell_all else prepared.view
+        if is_same and not tell_all:
+            return known.plan, prepared.view.common or None
+        return known.plan, prepared.view
 
-    def _depart(self, arrivals: Sequence[_Arrival]) -> list[_Departure]:
+    def _depart(self, found: Sequence[_Arrival]) -> list[_Departure]:
         """Take the plan that is known, or make one. Rank 0."""
+        arrivals = [(n, one if isinstance(one, RankView) else None) for n, one in found]
+        common = {one.common if isinstance(one, RankView) else one or b"" for _, one in found}
+        differs = len(common) > 1
         known = self.planner.known
         if known is not None and not known.views:
             known = None  # of a plan that another process has made, as rank 0
@@ -250,7 +260,7 @@ class _Step:
             return [_Departure(0) for _ in arrivals]
         if known is not None and all(view is None for _, view in arrivals):
             directory = self._begin()
-            told = _Departure(number, directory, None, self.serve(), self.planner.name)
+            told = _Departure(number, directory, None, self.serve(), self.planner.name, differs)
             return [told for _ in arrivals]
         remembered = known.views if known is not None else ()
         views = tuple(
@@ -267,7 +277,9 @@ class _Step:
         address = self.serve()
         # No number comes twice, so that nobody takes another plan for the one he remembers.
         number = secrets.randbits(62) + 1
-        return [_Departure(number, directory, one, address, self.planner.name) for one in work]
+        return [
+            _Departure(number, directory, one, address, self.planner.name, differs) for one in work
+        ]
 
     def _begin(self) -> Path:
         if self.options.include_dir is not None:

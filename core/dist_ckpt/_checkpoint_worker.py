@@ -18,7 +18,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import connection, reduction
-from typing import TYPE_CHECKING, Any
+from multiprocessing.context import SpawnProcess
+from typing import TYPE_CHECKING, Any, Self
 
 from dist_ckpt._engine.arena import Arena
 from dist_ckpt._engine.handover import Packed, unpack
@@ -27,14 +28,13 @@ from dist_ckpt.errors import BarrierTimeoutError, CheckpointingException, Coordi
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
     from pathlib import Path
 
     from dist_ckpt._comm.meeting import MeetingPoint
     from dist_ckpt.checkpoint_writer import CheckpointWriter
     from dist_ckpt.types import RankInfo
 
-__all__ = ["CheckpointProcessError", "Worker", "WorkerTask"]
+__all__ = ["CheckpointChild", "CheckpointProcessError", "Worker", "WorkerTask"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,19 @@ class _Answer:
     error: CheckpointingException | None = None
 
 
+class CheckpointChild(SpawnProcess):
+    """The process, which torch's callers look for among the ``processes`` of one."""
+
+    @property
+    def processes(self) -> list[Self]:
+        """The process alone."""
+        return [self]
+
+    def pids(self) -> list[int | None]:
+        """Return its process id, in a list."""
+        return [self.pid]
+
+
 class Worker:
     """A started checkpoint process, seen from its rank. For one thread.
 
@@ -98,7 +111,7 @@ class Worker:
         context = multiprocessing.get_context("spawn")
         self._rank = rank_info.global_rank
         self._pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
+        self.process = CheckpointChild(
             target=_main,
             args=(theirs, task, rank_info),
             name=f"checkpoint-process-{self._rank}",
@@ -244,7 +257,8 @@ def _write(
             arena.close()
         if barrier is not None:
             barrier.begin(request.number)
-        writer.write(state_dict, path, **kwargs)
+        # By name: a writer of somebody else may have them in the other order.
+        writer.write(state_dict=state_dict, path=path, **kwargs)
     except Exception as error:  # noqa: BLE001 - told to the rank
         return _Answer(_portable(error))
     finally:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dist_ckpt._collector import collector_paused
+from dist_ckpt._common_parts import digest_of
 from dist_ckpt._engine.owners import host_identity
 from dist_ckpt._formats.objects import Room, encode_common, object_shards
 from dist_ckpt._planning.table import LocalShards, local_shards
@@ -60,7 +61,7 @@ class SaveRequest:
 
     ``thread_count`` stands before that of the options: a strategy has one of its own.
     ``live`` are models and optimizers that were described already; what they hold comes before what
-    is in ``state_dict``.
+    is in ``state_dict``. ``compare`` returns what of the common part should be equal on all ranks.
     """
 
     state_dict: ShardedStateDict
@@ -68,6 +69,7 @@ class SaveRequest:
     common: CommonWriter | None = None
     thread_count: int | None = None
     live: Live | None = None
+    compare: Callable[[StateDict], StateDict] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class Prepared:
     shards: LocalShards
     view: RankView
     common: bytes | None
+    compared: StateDict | None = None
 
 
 def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepared:
@@ -111,7 +114,11 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
         ),
         host_identity(),
     )
-    return Prepared(request, parts, shards, view, common)
+    compared = None
+    if request.compare is not None:
+        compared = request.compare(parts.common)
+        view = replace(view, common=digest_of(compared))
+    return Prepared(request, parts, shards, view, common, compared)
 
 
 def _with_live(live: Live, parts: SaveParts, shards: LocalShards) -> tuple[SaveParts, LocalShards]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dist_ckpt._collector import collector_paused
+from dist_ckpt._common_parts import compare_common
 from dist_ckpt._engine.commit import Attempt
 from dist_ckpt._engine.page_cache import PagePolicy, num_writers_by_rank
 from dist_ckpt._formats.base import SavePlan, WriteJob, Written
@@ -69,7 +70,7 @@ class Assignment:
     """What one rank has to write, and where.
 
     ``num_writers`` is how many ranks of this rank's host write; ``target`` is where the directory
-    will be once it is committed.
+    will be once it is committed; ``differs`` is whether ranks have different common parts.
     """
 
     directory: Path
@@ -77,6 +78,7 @@ class Assignment:
     passes_on: bool
     num_writers: int = 1
     target: Path | None = None
+    differs: bool = False
 
     def pages(self, options: SaveOptions) -> PagePolicy:
         """Return what becomes of the pages of what this rank writes."""
@@ -289,14 +291,19 @@ def _planned(
         with collector_paused():
             job = check_views(views, check_coverage=check_coverage)
             hosts = [view.host for view in views]
-            return plan_work(job, place(), prepared().request.format, coordinator, hosts)
+            work = plan_work(job, place(), prepared().request.format, coordinator, hosts)
+            differs = len({view.common for view in views}) > 1
+            return [replace(one, differs=True) for one in work] if differs else work
 
     try:
-        return comm.map_scatter(phase, lambda: prepared().view, plan)
+        assignment = comm.map_scatter(phase, lambda: prepared().view, plan)
+        if assignment.differs:
+            compare_common(comm, prepared().compared or {})
     except BaseException:
         # Also on Ctrl-C: an attempt that nobody finishes must not stay behind.
         coordinator.abort()
         raise
+    return assignment
 
 
 def pass_on(pending: PendingSave) -> None:

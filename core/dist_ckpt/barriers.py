@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dist_ckpt._comm import default_communicator
 from dist_ckpt.errors import ConfigError, CoordinationError
@@ -18,16 +18,31 @@ if TYPE_CHECKING:
     from dist_ckpt.types import Communicator, RankInfo
 
 __all__ = [
+    "BARRIER_REGISTRY",
     "Barrier",
     "BarrierConfig",
     "DistBarrier",
     "MeetingBarrier",
     "TCPStoreBarrier",
     "create_barrier_from_config",
+    "register_barrier",
 ]
+
+T = TypeVar("T")
+
+BARRIER_REGISTRY: dict[str, type] = {}
+"""The barriers that a ``BarrierConfig`` can name, by their ``barrier_type``."""
 
 _LEAVE_SECS = 5.0
 """How long the rank that serves the store waits for others to hear how the last save ended."""
+
+
+def register_barrier(barrier_class: type[T]) -> type[T]:
+    """Let a ``BarrierConfig`` name a class by its ``barrier_type``, if it has one; a decorator."""
+    kind = getattr(barrier_class, "barrier_type", None)
+    if kind is not None:
+        BARRIER_REGISTRY[kind] = barrier_class
+    return barrier_class
 
 
 class Barrier(ABC):
@@ -58,6 +73,7 @@ class MeetingBarrier(Barrier):
     """How long ``execute_barrier`` waits."""
 
 
+@register_barrier
 class DistBarrier(MeetingBarrier):
     """The ranks of the default process group; no collective of its backend is used.
 
@@ -84,6 +100,7 @@ class DistBarrier(MeetingBarrier):
         return default_communicator(timeout_secs=timeout_secs)
 
 
+@register_barrier
 class TCPStoreBarrier(MeetingBarrier):
     """Ranks that meet in a TCP store, with or without a process group.
 
@@ -193,12 +210,13 @@ class TCPStoreBarrier(MeetingBarrier):
         return self._meeting.communicator(self._number, timeout_secs=timeout_secs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BarrierConfig:
     """Which barrier to make.
 
     Attributes:
-        barrier_type: ``tcp_store``, ``dist_barrier``, or None: ranks meet in the job's own store.
+        barrier_type: ``tcp_store``, ``dist_barrier``, what was given to ``register_barrier``, or
+            None: ranks meet in the job's own store.
         barrier_args: Arguments of its class; rank and world size need not be among them.
     """
 
@@ -208,7 +226,7 @@ class BarrierConfig:
 
 def create_barrier_from_config(
     barrier_config: BarrierConfig, rank_info: RankInfo | None = None
-) -> MeetingBarrier | None:
+) -> Barrier | None:
     """Return the barrier that a config names, None if it names none.
 
     Raises:
@@ -217,15 +235,15 @@ def create_barrier_from_config(
     kind, arguments = barrier_config.barrier_type, dict(barrier_config.barrier_args)
     if kind is None:
         return None
+    if kind not in BARRIER_REGISTRY:
+        known = sorted(BARRIER_REGISTRY)
+        raise ConfigError(f"Unknown barrier type: {kind}. Available types: {known}")
+    cls = BARRIER_REGISTRY[kind]
+    if cls is TCPStoreBarrier and rank_info is not None:
+        arguments.setdefault("global_rank", rank_info.global_rank)
+        arguments.setdefault("global_world_size", rank_info.global_world_size)
     try:
-        if kind == DistBarrier.barrier_type:
-            return DistBarrier(**arguments)
-        if kind == TCPStoreBarrier.barrier_type:
-            if rank_info is not None:
-                arguments.setdefault("global_rank", rank_info.global_rank)
-                arguments.setdefault("global_world_size", rank_info.global_world_size)
-            return TCPStoreBarrier(**arguments)
+        barrier: Barrier = cls(**arguments)
     except TypeError as error:
         raise ConfigError(f"barrier {kind!r}: {error}") from error
-    known = sorted([DistBarrier.barrier_type, TCPStoreBarrier.barrier_type])
-    raise ConfigError(f"Unknown barrier type: {kind}. Available types: {known}")
+    return barrier

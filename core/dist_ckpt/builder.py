@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointerConfig", "make_async_checkpointer", "make_sync_checkpointer"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckpointerConfig:
     """The configs of a checkpointer's parts.
 

@@ -27,8 +27,7 @@ from dist_ckpt.options import path_to_tell
 from dist_ckpt.staging import StagedStateDict
 
 if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
-
+    from dist_ckpt._checkpoint_worker import CheckpointChild
     from dist_ckpt.types import STATE_DICT, PathLike, RankInfo
 
 __all__ = [
@@ -42,7 +41,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckpointProcessConfig:
     """How long to wait for the process, in seconds.
 
@@ -109,6 +108,7 @@ class CheckpointProcess:
     ) -> None:
         """Agree where to meet, and start the process without waiting for it."""
         self._rank_info, self._config = rank_info, config or CheckpointProcessConfig()
+        self._config.__post_init__()  # it may have been changed since it was made
         self._barrier = barrier
         if barrier is None and rank_info.global_world_size > 1:
             self._barrier = TCPStoreBarrier.of_job(rank_info)
@@ -127,7 +127,7 @@ class CheckpointProcess:
         self.process_creation_future: Future[Worker] = self._executor.submit(self._live_worker)
 
     @property
-    def process(self) -> BaseProcess | None:
+    def process(self) -> CheckpointChild | None:
         """The process, None until it is started."""
         return self._worker.process if self._worker is not None else None
 

@@ -60,6 +60,7 @@ class CheckpointReader:
         *,
         map_location: Any = None,
         allow_pickle: bool = False,
+        **kwargs: Any,
     ) -> tuple[STATE_DICT, list[str]]:
         """Return the state dict, and the keys of the request that are not stored.
 
@@ -71,12 +72,15 @@ class CheckpointReader:
                 CPU.
             allow_pickle: Whether values that were pickled may be loaded; that runs code from the
                 checkpoint.
+            kwargs: Without effect, as in torch: they are for readers of somebody else.
 
         Raises:
             CheckpointNotFoundError: No checkpoint there, or none that has a part of this rank.
             MismatchError: Types, shapes or dtypes do not agree; nothing has been read then.
             UnsafeContentError: A value needs ``allow_pickle=True``.
         """
+        if kwargs:
+            logger.info("reading %s: %s have no effect", path, sorted(kwargs))
         if state_dict is not None and not isinstance(state_dict, dict):
             raise ConfigError(f"expected a dict to load into, found {type(state_dict).__name__}.")
         options = replace(self._options, allow_pickle=allow_pickle or self._options.allow_pickle)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from dist_ckpt.serialization import save
 from dist_ckpt.types import RankInfo
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from dist_ckpt.barriers import Barrier
     from dist_ckpt.types import STATE_DICT, Communicator, PathLike, ShardedStateDict
 
@@ -46,7 +49,7 @@ class WriterHook(ABC):
         """Act after the commit; if this raises, the checkpoint stands all the same."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckpointWriterConfig:
     """How to write.
 
@@ -98,8 +101,12 @@ class CheckpointWriter:
         if not isinstance(self._barrier, MeetingBarrier):
             self._barrier = barrier
 
-    def write(self, state_dict: STATE_DICT, path: PathLike, **kwargs: Any) -> None:
+    def write(
+        self, state_dict: STATE_DICT | PathLike, path: PathLike | STATE_DICT, **kwargs: Any
+    ) -> Future[None] | None:
         """Write this rank's part of the checkpoint at ``path``. Collective.
+
+        ``write(path, state_dict)``, the order of later releases of torch, is understood too.
 
         When this returns, the checkpoint is durable and visible; when it raises, it raises on every
         rank, and (except for ``post_commit``) nothing is committed.
@@ -109,14 +116,18 @@ class CheckpointWriter:
             path: Directory of the checkpoint, the same on all ranks.
             kwargs: Passed to the hook.
 
+        Returns:
+            None: the checkpoint is there.
+
         Raises:
             CheckpointingException: Whatever failed on any rank.
         """
+        tree, path = in_order(state_dict, path)
         target, comm, hook = path_to_tell(path), self._communicator(), self._commit_hook
 
         def prepare() -> ShardedStateDict:
-            self._check(state_dict, path, comm)
-            sharded = to_sharded(state_dict, self._rank_info)
+            self._check(tree, path, comm)
+            sharded = to_sharded(tree, self._rank_info)
             if hook is not None:
                 hook.pre_commit(str(target), **kwargs)
             return sharded
@@ -134,6 +145,7 @@ class CheckpointWriter:
 
         comm.map_reduce(f"after the commit of {target}", finish, lambda _: None)
         logger.debug("rank %d wrote its part of %s", self._rank_info.global_rank, target)
+        return None
 
     def close(self) -> None:
         """Do nothing; for subclasses that hold something."""
@@ -148,6 +160,7 @@ class CheckpointWriter:
 
     def _check(self, state_dict: object, path: object, comm: Communicator) -> None:
         checked_path(path)
+        self._config.__post_init__()  # it may have been changed since
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"expected a state dict, found a {type(state_dict).__name__}.")
         told = RankInfo(comm.rank, comm.size)
@@ -156,6 +169,12 @@ class CheckpointWriter:
                 f"the writer was told {self._rank_info}, but ranks meet as {told}.",
                 hint="init_process_group first, or give a TCPStoreBarrier.",
             )
+
+
+def in_order(state_dict: Any, path: Any) -> tuple[Any, Any]:
+    """Return the state dict and the path, in whichever order they were given."""
+    swapped = isinstance(state_dict, str | os.PathLike) and not isinstance(path, str | os.PathLike)
+    return (path, state_dict) if swapped else (state_dict, path)
 
 
 def default_rank_info() -> RankInfo:

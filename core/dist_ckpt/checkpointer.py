@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dist_ckpt._engine.futures import ReportedFuture, wrap_future
+from dist_ckpt._engine.futures import ReportedFuture
+from dist_ckpt.checkpoint_writer import in_order
 from dist_ckpt.errors import ConfigError, MismatchError
 from dist_ckpt.options import checked_path, path_to_tell
+from dist_ckpt.utils import wrap_future
 
 if TYPE_CHECKING:
     from dist_ckpt.checkpoint_process import CheckpointProcess
@@ -116,8 +118,9 @@ class SyncCheckpointer(Checkpointer):
         Raises:
             CheckpointingException: On every rank, whatever failed on any; nothing is committed.
         """
-        state_dict, path = _in_order(state_dict, path)
-        self._writer.write(state_dict, path, **kwargs)
+        state_dict, path = in_order(state_dict, path)
+        # By name: a writer of somebody else may have them in the other order.
+        self._writer.write(state_dict=state_dict, path=path, **kwargs)
 
     def load(
         self,
@@ -176,7 +179,7 @@ class AsyncCheckpointer(Checkpointer):
             CheckpointingException: The save before failed and nobody was told; or this rank's state
                 cannot be staged. This save does not take place then, on any rank.
         """
-        state_dict, path = _in_order(state_dict, path)
+        state_dict, path = in_order(state_dict, path)
         try:
             self._finish_pending()
             checked_path(path)
@@ -184,7 +187,10 @@ class AsyncCheckpointer(Checkpointer):
                 raise ConfigError(f"expected a state dict, found a {type(state_dict).__name__}.")
             staged = self._checkpoint_stager.stage(state_dict, **kwargs)
         except BaseException as error:
-            self._checkpoint_process.abstain(error)
+            # A process of somebody else need not know of ranks that wait.
+            abstain = getattr(self._checkpoint_process, "abstain", None)
+            if abstain is not None:
+                abstain(error)
             raise
         written = self._checkpoint_process.write(staged, path, **kwargs)
         self._write_future, self._write_path = ReportedFuture(written), _location(path)
@@ -229,12 +235,6 @@ class AsyncCheckpointer(Checkpointer):
         self._write_future, self._write_path = None, ""
         if error is not None:
             raise error
-
-
-def _in_order(state_dict: Any, path: Any) -> tuple[Any, Any]:
-    """Return the state dict and the path, in whichever order they were given."""
-    swapped = isinstance(state_dict, str | os.PathLike) and not isinstance(path, str | os.PathLike)
-    return (path, state_dict) if swapped else (state_dict, path)
 
 
 def _location(path: PathLike) -> str:

@@ -66,7 +66,7 @@ class CheckpointStager(ABC):
         """Let go of everything; the stager is not used afterwards."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CheckpointStagerConfig:
     """How to stage. On a machine without an accelerator only the two in the middle matter.
 

@@ -87,7 +87,7 @@ STATE_DICT: TypeAlias = dict[str, Any]
 """What a ``Checkpointer`` saves and loads: this rank's own nested state (torch's name for it)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RankInfo:
     """Which rank of how many this process is.
 

@@ -1,12 +1,14 @@
 """Sharded state dicts: take out leaves by kind, change the prefixes of their keys.
 
-Here: functions over whole sharded state dicts. Not here: the kinds of leaves
+Here: functions over whole sharded state dicts, and ``wrap_future``, whose home in torch's
+``_experimental`` is a module of the same name. Not here: the kinds of leaves
 (``dist_ckpt.mapping``), walking a tree (``dist_ckpt.dict_utils``). Called on any rank, locally.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from concurrent.futures import CancelledError, Future
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from dist_ckpt.dict_utils import extract_matching_values, find_hidden_leaves, nested_values
 from dist_ckpt.errors import InvalidShardingError
@@ -18,7 +20,7 @@ from dist_ckpt.mapping import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from dist_ckpt.types import ShardedStateDict, StateDict
 
@@ -30,9 +32,13 @@ __all__ = [
     "extract_sharded_tensors",
     "extract_sharded_tensors_and_factories",
     "extract_sharded_tensors_or_nonpersistent",
+    "follow",
     "reject_hidden_leaves",
     "replace_prefix_for_sharding",
+    "wrap_future",
 ]
+
+T = TypeVar("T")
 
 
 def extract_sharded_tensors(
@@ -176,3 +182,33 @@ def _distinct_sharded_leaves(sharded_state_dict: ShardedStateDict) -> list[Shard
     reject_hidden_leaves(sharded_state_dict)
     leaves = (leaf for leaf in nested_values(sharded_state_dict) if isinstance(leaf, ShardedBase))
     return list({id(leaf): leaf for leaf in leaves}.values())
+
+
+def wrap_future(original_result: Any) -> Future[None]:
+    """Return a future that ends when ``original_result`` does, without its result.
+
+    Args:
+        original_result: A future, whose failure is passed on; or anything else, which is done.
+    """
+    wrapped: Future[None] = Future()
+    if isinstance(original_result, Future):
+        follow(original_result, wrapped, lambda _: None)
+    else:
+        wrapped.set_result(None)
+    return wrapped
+
+
+def follow(original: Future[Any], target: Future[T], convert: Callable[[Any], T]) -> None:
+    """End ``target`` when ``original`` ends, with its failure or its converted result."""
+    # From now on `target` cannot be cancelled: that would stop nothing, and hide how it ended.
+    target.set_running_or_notify_cancel()
+
+    def finish(ended: Future[Any]) -> None:
+        if ended.cancelled():
+            target.set_exception(CancelledError())
+        elif (error := ended.exception()) is not None:
+            target.set_exception(error)
+        else:
+            target.set_result(convert(ended.result()))
+
+    original.add_done_callback(finish)

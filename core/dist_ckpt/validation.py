@@ -134,6 +134,8 @@ class RankView:
     ``formats`` are the backends and versions of a save, of the sharded and of the common part.
     ``host`` is the machine of a rank that saves; equal for ranks that share its memory.
     ``casts`` are the keys of a load whose stored and requested dtype, in this order, differ.
+    ``common`` is a digest of the common part of a save, if ranks are to have the same; it differs
+    from save to save, so it is no part of what makes two descriptions equal.
     ``unexpected`` has one line for each key that is requested and not stored.
     """
 
@@ -143,6 +145,7 @@ class RankView:
     host: str = ""
     casts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unexpected: tuple[str, ...] = ()
+    common: bytes = field(default=b"", compare=False)
 
 
 def check_formats(views: Sequence[RankView]) -> None:

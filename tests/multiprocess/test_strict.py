@@ -18,7 +18,7 @@ from dist_ckpt import (
     save,
 )
 from dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
-from dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
+from dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from dist_ckpt.validation import StrictHandling
 from tests.multiprocess._world import run_ranks
 
@@ -160,3 +160,58 @@ def test_plain_tensors_are_whole_on_every_rank(tmp_path: Path) -> None:
     whole = [[1.0] * 3] * 2 + [[2.0] * 3] * 2
     assert run_ranks(reads_whole, 2, path) == [{"both": whole, "stale": whole}] * 2
     assert reads_whole(0, 1, path) == {"both": whole, "stale": whole}
+
+
+def saves_common(rank: int, size: int, path: str, how: str) -> tuple[list[str], Any]:
+    """Save twice, with a common part that differs between ranks; return what was logged."""
+    logged = Lines()
+    strategy = TorchDistSaveShardedStrategy() if how == "remembered" else None
+    seen: list[Any] = []
+
+    def without_rank(common: dict[str, Any]) -> dict[str, Any]:
+        seen.append(sorted(common))
+        common["args"].pop("rank")  # of a copy
+        del common["tags"], common["mine"]
+        return common
+
+    for step in range(2):
+        state = {
+            "w": rows("w", rank, size),
+            "args": {"lr": 0.1, "rank": 0 if how == "equal" else rank},
+            "tags": {"a", "b"},
+            "step": torch.tensor(step, dtype=torch.int64 if rank else torch.int32),
+            "mine": [1] if rank == 0 or how == "equal" else [1, 2],
+        }
+        save(
+            state,
+            path,
+            strategy,
+            preprocess_common_before_consistancy_check=(
+                without_rank if how == "preprocessed" else None
+            ),
+            validate_access_integrity=how != "unchecked",
+        )
+        assert set(state) == {"w", "args", "tags", "step", "mine"}
+        assert "rank" in state["args"]
+    assert seen == ([["args", "mine", "step", "tags"]] * 2 if how == "preprocessed" else [])
+    return logged.lines, load({}, path, validate_access_integrity=False)
+
+
+@pytest.mark.parametrize("how", ["plain", "remembered", "equal", "preprocessed", "unchecked"])
+def test_common_parts_that_differ_are_told(tmp_path: Path, how: str) -> None:
+    """At each save, on rank 0 and on the rank that differs, with the places; rank 0's is stored."""
+    results = run_ranks(saves_common, 2, str(tmp_path / "c"), how)
+
+    for rank, (lines, loaded) in enumerate(results):
+        assert loaded["args"] == {"lr": 0.1, "rank": 0}
+        assert loaded["mine"] == [1]
+        if how not in ("plain", "remembered"):
+            assert lines == []
+            continue
+        assert len(lines) == 2, rank
+        for line in lines:
+            assert "rank 1: " in line
+            assert "not on rank 0: 'mine.1'" in line
+            assert "other values: 'args.rank'" in line
+            assert "step" not in line
+            assert "tags" not in line

@@ -1,18 +1,16 @@
-"""Futures made of other futures.
+"""The future that knows whether its failure was told.
 
-Here: ``wrap_future`` and the future that knows whether its failure was told. Not here: what runs
-behind them (``checkpoint_process``). Used locally, from any thread.
+Not here: what runs behind it (``checkpoint_process``). Used locally, from any thread.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from dist_ckpt.utils import follow
 
-__all__ = ["ReportedFuture", "wrap_future"]
+__all__ = ["ReportedFuture"]
 
 T = TypeVar("T")
 
@@ -28,7 +26,7 @@ class ReportedFuture(Future[T]):
         """Follow ``original``: end when it ends, the same way."""
         super().__init__()
         self._told = False
-        _follow(original, self, lambda result: result)
+        follow(original, self, lambda result: result)
 
     def result(self, timeout: float | None = None) -> T:
         """Return the result, or raise the failure, which has then been told."""
@@ -49,32 +47,3 @@ class ReportedFuture(Future[T]):
         told = self._told
         error = self.exception()
         return None if told else error
-
-
-def wrap_future(original_result: Any) -> Future[None]:
-    """Return a future that ends when ``original_result`` does, without its result.
-
-    Args:
-        original_result: A future, whose failure is passed on; or anything else, which is done.
-    """
-    wrapped: Future[None] = Future()
-    if isinstance(original_result, Future):
-        _follow(original_result, wrapped, lambda _: None)
-    else:
-        wrapped.set_result(None)
-    return wrapped
-
-
-def _follow(original: Future[Any], target: Future[T], convert: Callable[[Any], T]) -> None:
-    # From now on `target` cannot be cancelled: that would stop nothing, and hide how it ended.
-    target.set_running_or_notify_cancel()
-
-    def finish(ended: Future[Any]) -> None:
-        if ended.cancelled():
-            target.set_exception(CancelledError())
-        elif (error := ended.exception()) is not None:
-            target.set_exception(error)
-        else:
-            target.set_result(convert(ended.result()))
-
-    original.add_done_callback(finish)

@@ -6,7 +6,20 @@ do; objects are given a config and never read one. Called by the adapters, on ev
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dist_ckpt.config.load import load_config
 from dist_ckpt.config.models import DistCkptConfig
 
-__all__ = ["DistCkptConfig", "load_config"]
+if TYPE_CHECKING:
+    from dist_ckpt.builder import CheckpointerConfig
+
+__all__ = ["CheckpointerConfig", "DistCkptConfig", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return ``CheckpointerConfig``, which torch's ``_experimental`` has in this module."""
+    if name != "CheckpointerConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("dist_ckpt.builder").CheckpointerConfig
