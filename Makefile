@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 # One BLAS thread a process: tests and demo start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: test soak demo lint bench clean
+.PHONY: test soak demo lint bench matrix clean
 
 # Lint first: it is quick. The suite comes last, so that the log ends with its summary. Two workers,
 # a file each at a time: much of the suite waits for processes to start.
@@ -31,6 +31,10 @@ demo: $(STAMP)
 # A small version of all benchmarks, in minutes; docs/performance.md says what makes its numbers.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/all.py --small --out build/bench
+
+# A part of the suite on other versions of torch, Lightning and Accelerate; docs/compatibility.md.
+matrix: $(STAMP)
+	$(BIN)/python tests/matrix.py
 
 # The constraint holds for the build environment too, where hatchling is installed. A virtual
 # environment whose making was cut short has no stamp and is made anew.

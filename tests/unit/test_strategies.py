@@ -248,9 +248,10 @@ def test_plain_arrays_need_no_tensorstore(monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     state = {"x": shard("x", torch.ones(2))}
-    for backend in (("zarr", 2), ("torch_dist", 1)):
-        save(state, tmp_path / backend[0], backend)
-        found = load({"x": shard("x", torch.zeros(2))}, tmp_path / backend[0])
+    for backend in (("zarr", 1), ("zarr", 2), ("torch_dist", 1)):
+        directory = tmp_path / f"{backend[0]}-{backend[1]}"
+        save(state, directory, backend)
+        found = load({"x": shard("x", torch.zeros(2))}, directory)
         assert torch.equal(found["x"], torch.ones(2))
 
 

@@ -49,8 +49,8 @@ def tensorstore() -> ModuleType:
         import tensorstore as package
     except ImportError as error:
         raise UnknownStrategyError(
-            f"the format zarr needs TensorStore, which cannot be imported ({error}).",
-            hint="install `tensorstore`.",
+            f"zarr arrays that are not plain need TensorStore, which cannot be imported ({error}).",
+            hint="install the extra `zarr`: pip install 'dist-ckpt[zarr]'.",
         ) from error
     module: ModuleType = package
     return module
