@@ -240,13 +240,15 @@ def _dispatched_load(native: Callable[..., Any]) -> Callable[..., Any]:
         self: Accelerator, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any
     ) -> Any:
         registration = _active(self)
+        # Before Accelerate 1.7 there is no such argument.
+        more = () if load_kwargs is None else (load_kwargs,)
         if registration is None:
-            return native(self, input_dir, load_kwargs, **kwargs)
+            return native(self, input_dir, *more, **kwargs)
         found = load_state(self, registration, input_dir, **kwargs)
         if input_dir is not None:
             registration.was_at(Path(input_dir).expanduser(), saved=False)
         if found is not None:  # a checkpoint of Accelerate's own
-            native(self, found, load_kwargs, **kwargs)
+            native(self, found, *more, **kwargs)
         return None
 
     return dispatch

@@ -30,15 +30,12 @@ MOST_NAMES = 6
 SUITES = {
     "core": (
         "tests/unit/test_serialization.py", "tests/unit/test_records.py",
-        "tests/unit/test_payload.py", "tests/unit/test_pickle_bounds.py",
-        "tests/unit/test_unpickle.py", "tests/unit/test_foreign.py", "tests/unit/test_derive.py",
+        "tests/unit/test_payload.py", "tests/unit/test_unpickle.py", "tests/unit/test_derive.py",
         "tests/unit/test_planners.py", "tests/unit/test_dcp_metadata.py",
-        "tests/unit/test_codec.py", "tests/unit/test_live.py", "tests/unit/test_optimizer.py",
-        "tests/unit/test_manager.py", "tests/unit/test_state.py", "tests/unit/test_strategies.py",
-        "tests/unit/test_zarr_save.py", "tests/unit/test_filling.py", "tests/unit/test_objects.py",
+        "tests/unit/test_filling.py", "tests/unit/test_objects.py", "tests/unit/test_optimizer.py",
     ),
-    "ranks": ("tests/multiprocess/test_interop_dcp.py", "tests/multiprocess/test_save_load.py"),
-    "lightning": ("tests/lightning/test_trainer.py", "tests/lightning/test_config.py"),
+    "ranks": ("tests/multiprocess/test_interop_dcp.py",),
+    "lightning": ("tests/lightning/test_trainer.py",),
     "accelerate": ("tests/accelerate/test_single.py", "tests/accelerate/test_registration.py"),
 }  # fmt: skip
 
@@ -65,8 +62,8 @@ ROWS = (
 )
 
 
-def run(row: Row, base: Path) -> dict[str, object]:
-    """Make the environment of a row, run its suites, remove it; return what happened."""
+def run(row: Row, base: Path) -> bool:
+    """Make the environment of a row, run its suites, remove it; return whether all passed."""
     place = OUT / row.name
     shutil.rmtree(place, ignore_errors=True)
     try:
@@ -77,11 +74,14 @@ def run(row: Row, base: Path) -> dict[str, object]:
             subprocess.run(
                 [python, "-m", "pip", "install", "--quiet", "--upgrade", *row.packages], check=True
             )
-        return {
-            "name": row.name,
-            "versions": {name: _version(python, name) for name in SHOWN},
-            "suites": {name: _suite(python, name, place) for name in row.suites},
-        }
+        versions = {name: _version(python, name) for name in SHOWN}
+        suites: dict[str, dict[str, object]] = {}
+        for name in row.suites:
+            suites[name] = _suite(python, name, place)
+            found = {"name": row.name, "versions": versions, "suites": suites}
+            (OUT / f"{row.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps(found), flush=True)
+        return not any(suite["failed"] for suite in suites.values())
     finally:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -100,7 +100,7 @@ def _suite(python: Path, name: str, place: Path) -> dict[str, object]:
             [python, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider",
              f"--junitxml={report}", *SUITES[name]],
             cwd=ROOT, check=False, stdout=log, stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "JSONARGPARSE_DEPRECATION_WARNINGS": "off"},
         )  # fmt: skip
     if not report.exists():
         return {"passed": 0, "failed": ["nothing ran"], "skipped": 0, "secs": 0}
@@ -169,11 +169,7 @@ def main() -> int:
     failed = False
     for row in ROWS if not asked.table else ():
         if row.name in chosen:
-            found = run(row, asked.base)
-            (OUT / f"{row.name}.json").write_text(json.dumps(found, indent=1) + "\n")
-            print(json.dumps(found), flush=True)
-            suites: dict[str, dict[str, object]] = found["suites"]  # type: ignore[assignment]  # made above
-            failed |= any(suite["failed"] for suite in suites.values())
+            failed |= not run(row, asked.base)
     write_table()
     return int(failed)
 

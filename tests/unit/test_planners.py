@@ -345,6 +345,7 @@ def test_a_slice_does_not_take_its_storage_along(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 2000
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 def test_what_cannot_be_framed_is_written_by_torch(tmp_path: Path) -> None:
     """Other layouts go through ``torch.save``, as DCP writes them."""
     write(tmp_path, {"sparse": torch.eye(3).to_sparse(), "dense": torch.ones(2)})

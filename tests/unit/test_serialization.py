@@ -92,7 +92,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:B?Complex(Half|32) support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_to_the_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     """Any bits of any dtype, in any strides, as shard and as common value."""
