@@ -240,7 +240,7 @@ def _dispatched_load(native: Callable[..., Any]) -> Callable[..., Any]:
         self: Accelerator, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any
     ) -> Any:
         registration = _active(self)
-        # Before Accelerate 1.7 there is no such argument.
+        # Accelerate 1.6 has no such argument.
         more = () if load_kwargs is None else (load_kwargs,)
         if registration is None:
             return native(self, input_dir, *more, **kwargs)
