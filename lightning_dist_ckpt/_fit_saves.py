@@ -262,7 +262,9 @@ class FitSaves:
         """
         self.is_training = False
         try:
-            self._saver.close(timeout_secs=self._patience_secs)
+            # Whoever stops a program does not wait for long; the worker processes may.
+            stops = bool(self._trainer.interrupted)
+            self._saver.close(timeout_secs=self._patience_secs, leaves=stops)
         except Exception:
             if not self._trainer.interrupted:
                 raise

@@ -27,9 +27,7 @@ __all__ = ["Pending", "flip_link"]
 class _AfterCommit(Protocol):
     """``BackgroundSaver.after_commit``."""
 
-    def __call__(
-        self, action: Callable[[], None], *, what: str, frees_space: bool = False
-    ) -> None:
+    def __call__(self, action: Callable[[], None], *, what: str, frees_space: bool = False) -> None:
         """Run ``action`` behind the newest save, or now if there is none."""
 
 

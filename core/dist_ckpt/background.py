@@ -135,10 +135,14 @@ class _Machinery:
         self.settler.wait_for(self.settler.is_idle, limit, "waiting for saves")
         self.settler.raise_failures()
 
-    def close(self, timeout_secs: float | None) -> None:
-        """Drain, then give everything back."""
+    def close(self, timeout_secs: float | None, *, leaves: bool = False) -> None:
+        """Drain, then give everything back; see ``BackgroundSaver.close``."""
         try:
             self.drain(timeout_secs)
+        except BarrierTimeoutError:
+            if leaves and self.worker is not None:
+                self.worker.leave()
+            raise
         finally:
             self._release(_CLOSE_SECS if timeout_secs is None else min(_CLOSE_SECS, timeout_secs))
 
@@ -337,23 +341,25 @@ class BackgroundSaver:
         """
         self._machinery.finish_staging()
 
-    def close(self, *, timeout_secs: float | None = None) -> None:
+    def close(self, *, timeout_secs: float | None = None, leaves: bool = False) -> None:
         """Drain, then end worker, threads and memory; again does nothing.
 
         Args:
             timeout_secs: How long to wait for what is in flight; the drain time-out of the options
                 if None.
+            leaves: Leave what takes longer to the worker processes: they complete what all ranks
+                have staged, as they do for a program that is killed.
 
         Raises:
             AsyncSaveError: A save failed and nobody was told; all is closed then, too.
-            BarrierTimeoutError: What is in flight takes longer; it is given up.
+            BarrierTimeoutError: What is in flight takes longer; it is given up, or left.
         """
         if self._closed:
             return
         self._closed = True
         self._when_dropped.detach()
         try:
-            self._machinery.close(timeout_secs)
+            self._machinery.close(timeout_secs, leaves=leaves)
         finally:
             self.descriptions.forget()
 

@@ -242,14 +242,14 @@ def test_ctrl_c_on_the_rank_that_started_the_others(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.lightning._ctrl_c_job", str(tmp_path)],
-        cwd=root, timeout=110, capture_output=True, text=True, check=False,
+        cwd=root, timeout=280, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
     assert done.returncode == 1, done.stderr
+    for rank in range(2):  # where processors are scarce, they go on after the program
+        assert has_ended(int((tmp_path / f"worker-{rank}").read_text()))
     assert visible(tmp_path / "c") == {"step=3.ckpt", "step=6.ckpt"}
     assert is_checkpoint(tmp_path / "c" / "step=6.ckpt")
-    for rank in range(2):
-        assert has_ended(int((tmp_path / f"worker-{rank}").read_text()))
 
 
 def has_ended(pid: int) -> bool:

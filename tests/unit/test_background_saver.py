@@ -549,6 +549,22 @@ def test_closing_does_not_wait_forever_for_a_worker_that_stands_still(
     assert names(tmp_path) == []
 
 
+def test_closing_may_leave_a_save_to_its_worker(job: Job, tmp_path: Path) -> None:
+    """The caller waits no longer than it wants; the worker process commits all the same."""
+    saver = BackgroundSaver(BackgroundOptions())
+    with stopped(saver):
+        expected = save(saver, job, tmp_path / "1")
+        pid = worker_pid(saver)
+        assert pid is not None
+        with pytest.raises(BarrierTimeoutError, match="did not end"):
+            saver.close(timeout_secs=0.1, leaves=True)
+        assert [name for name in names(tmp_path) if name[0] != "."] == []
+    os.waitpid(pid, 0)
+
+    assert same_bits(job.loaded(tmp_path / "1"), expected) == []
+    assert names(tmp_path) == ["1"]
+
+
 def test_a_forked_child_may_not_save_and_does_no_harm(make: Make, job: Job, tmp_path: Path) -> None:
     """The parent's worker is the parent's: it serves on after the child has ended."""
     saver = make()

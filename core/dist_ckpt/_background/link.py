@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from dist_ckpt._background.channel import Channel, SocketChannel, queue_channels
 from dist_ckpt._background.loop import WorkerLoop
@@ -47,6 +47,9 @@ _SLICE_SECS = 1.0
 """Silence is counted in pieces: if the whole job was stopped, that is one piece, not a death."""
 _REAP_SECS = 10.0
 
+_LEFT: Final[list[subprocess.Popen[bytes]]] = []
+"""Workers that were left to themselves; they are reaped when another one is started."""
+
 
 class Link:
     """A worker that has been started. Any thread may call its methods.
@@ -70,7 +73,7 @@ class Link:
         self._ready = threading.Event()
         self._hub_served = threading.Event()
         self._phase, self._nbytes = "starting", 0
-        self._is_closing = False
+        self._is_closing = self._is_left = False
         self._silence = ""
         self.death: CheckpointingException | None = None
         self._is_over = False
@@ -142,6 +145,16 @@ class Link:
         except OSError:
             logger.debug("the worker had ended before it was closed")
 
+    def leave(self) -> None:
+        """End the connection: the process completes what is all staged, then it ends by itself."""
+        with self._lock:
+            self._is_closing = self._is_left = True
+            self._saves = {}
+        if self._process is not None:
+            _LEFT.append(self._process)
+        self._channel.shut_down()
+        self._reader.join(_REAP_SECS)
+
     def close(self, timeout_secs: float) -> None:
         """Have it finish what is all staged and end; kill it after the time."""
         self.end_soon()
@@ -167,6 +180,7 @@ class Link:
                 "this Python does not know its own executable: no worker process can be started.",
                 hint='use worker="thread".',
             )
+        _LEFT[:] = [one for one in _LEFT if one.poll() is None]
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -273,7 +287,7 @@ class Link:
             save.hear_death(self._ended_error())
 
     def _reap(self) -> int | None:
-        if self._process is None:
+        if self._process is None or self._is_left:
             return None
         try:
             return self._process.wait(_REAP_SECS)

@@ -183,6 +183,20 @@ class Worker:
         if link is not None and link.owner_pid == os.getpid():
             link.end_soon()
 
+    def leave(self) -> None:
+        """Let a worker process complete what is all staged, and hear of it no more.
+
+        A thread ends with this process: ``close`` deals with it.
+        """
+        link = self._link
+        if link is None or link.pid is None or link.owner_pid != os.getpid():
+            return
+        self._link = None
+        link.leave()
+        error = AsyncSaveError("this save was left to its worker process, which goes on with it.")
+        for save in self._saves:
+            save.give_up(error)
+
     def close(self, timeout_secs: float) -> None:
         """Finish what is all staged, give up the rest, and end the worker; kill it after the time.
 
