@@ -209,7 +209,8 @@ def _signature(objects: LiveObjects, entries: Sequence[Entries | None]) -> _Sign
     Raises:
         _Unfamiliar: It depends on something else, too.
     """
-    found: _Signature = [objects.replicas]
+    given = tuple(i for i, one in objects.model_values.items() if one is not None)
+    found: _Signature = [objects.replicas, given]
     tensors: list[Any] = []
     for model in objects.models:
         found.append("model")

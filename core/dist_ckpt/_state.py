@@ -208,9 +208,12 @@ def _built(sharded_state_dict: ShardedStateDict) -> tuple[ShardedStateDict, list
 
 
 def _gather(node: Any, leaves: list[Any]) -> None:
-    """Add the leaves of a container, in order."""
+    """Add the leaves of a container, in order, without those that are common values."""
     for value in node.values() if isinstance(node, dict) else node:
-        if type(value) not in _LEAVES and isinstance(value, (dict, list)):
+        kind = type(value)
+        if kind in _COMMON:
+            continue
+        if kind not in _LEAVES and isinstance(value, (dict, list)):
             _gather(value, leaves)
         else:
             leaves.append(value)
@@ -279,7 +282,7 @@ def _common(node: Any) -> Any:
                 kept[key] = found
         return kept
     if isinstance(node, list):
-        values = [_common(value) for value in node]
+        values = [value if type(value) in _COMMON else _common(value) for value in node]
         if values and all(value is _ABSENT for value in values):
             return _ABSENT
         return [{_HOLE_KEY: True} if value is _ABSENT else value for value in values]

@@ -119,6 +119,8 @@ class Encoder:
 
     def _compound(self, value: object) -> Any:
         if type(value) is list:
+            if set(map(type, value)) == {str} and "".join(value).isascii():
+                return list(value)  # names of tensors, by the ten thousand
             return [
                 item if _stands_for_itself(item) else self._child(i, item)
                 for i, item in enumerate(value)

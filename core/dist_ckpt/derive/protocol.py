@@ -85,7 +85,7 @@ def own_entries(model: nn.Module) -> Entries | None:
 
     Parameters and buffers stand in it themselves, not as detached aliases; nothing is gathered.
     """
-    if not any(has_own_state(module) for module in model.modules()):
+    if not has_own_state(model):
         return None
     bare = bare_module(model)
     canonical = {place.path: place.prefix for place in places(bare)}
@@ -151,27 +151,48 @@ def owned_by(layout: ModelLayout, name: str) -> LocalTensor | None:
     return layout.tensors.get(layout.tied.get(name, name))
 
 
-def has_own_state(module: nn.Module) -> bool:
-    """Whether a module has a part in ``state_dict()`` besides its parameters and buffers."""
-    cls, base, own = type(module), nn.Module, vars(module)
-    if (
+def has_own_state(model: nn.Module) -> bool:
+    """Whether a module has a part in ``state_dict()`` besides its parameters and buffers.
+
+    This is asked at every save: classes are looked at once, modules for what they alone have.
+    """
+    plain: set[type] = set()
+    modules, seen = [model], {id(model)}
+    for module in modules:  # grows on the way
+        cls, held = type(module), vars(module)
+        if cls not in plain:
+            if _class_has_own_state(cls):
+                return True
+            plain.add(cls)
+        if "state_dict" in held or "_save_to_state_dict" in held or has_odd_tensors(module):
+            return True
+        hooks = (*held["_state_dict_hooks"].values(), *held["_state_dict_pre_hooks"].values())
+        if hooks and not all(map(is_of_wrapper, hooks)):
+            return True
+        for child in held["_modules"].values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return False
+
+
+def _class_has_own_state(cls: Any) -> bool:
+    base: Any = nn.Module
+    return (
         cls.state_dict is not base.state_dict
         or cls._save_to_state_dict is not base._save_to_state_dict  # noqa: SLF001 - the protocol
         or cls.get_extra_state is not base.get_extra_state
-        or "state_dict" in own
-        or "_save_to_state_dict" in own
-        or has_odd_tensors(module)
-    ):
-        return True
-    hooks = (own["_state_dict_hooks"], own["_state_dict_pre_hooks"])
-    return any(not is_of_wrapper(hook) for some in hooks for hook in some.values())
+    )
 
 
 def has_odd_tensors(module: nn.Module) -> bool:
     """Whether a parameter or buffer of the module itself is stored as a value, see ``is_odd``."""
     own = vars(module)
-    held = (*own["_parameters"].values(), *own["_buffers"].values())
-    return any(one is not None and is_odd(one) for one in held)
+    for held in (own["_parameters"], own["_buffers"]):
+        for one in held.values():
+            if one is not None and is_odd(one):
+                return True
+    return False
 
 
 def is_of_wrapper(hook: Any) -> bool:
