@@ -119,8 +119,8 @@ def _pending(pending: str) -> Expected:
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _MAP_LOCATION = "Callable map_location not supported"
-_EXTRAS = "entries of state_dict() that are no parameter or buffer are not stored"
-_HOOKS = "load_state_dict hooks and overrides do not run"
+_SUBCLASS = "tensors of wrapper classes are refused"
+_WRAPPER = "optimizers without param_groups in their state_dict() are refused"
 
 _ORDER = "stock draws another order for the samples that are left"
 
@@ -134,13 +134,8 @@ ROWS: tuple[Row, ...] = (
         name="torchmetrics",
         what="metrics write their states into `state_dict()` by themselves, one of them a list",
         expected={
-            ("core", "*"): _pending(_EXTRAS),
-            ("core", "fsdp2"): _pending(_EXTRAS),
-            ("accelerate", "*"): _pending(_EXTRAS),
             ("lightning", "fsdp2"): _restored("Missing key in checkpoint state_dict"),
-            ("accelerate", "fsdp2"): _restored(
-                "Missing key in checkpoint state_dict", pending=_EXTRAS
-            ),
+            ("accelerate", "fsdp2"): _restored("Missing key in checkpoint state_dict"),
         },
         daily=_WHOLE,
     ),
@@ -148,11 +143,8 @@ ROWS: tuple[Row, ...] = (
         name="torch.ao QAT",
         what="observers whose buffers are resized by a load",
         expected={
-            ("*", "*"): _pending(_HOOKS),
-            ("lightning", "single"): EQUAL,
-            ("lightning", "ddp"): EQUAL,
-            ("lightning", "fsdp2"): _restored("Size mismatch", pending=_HOOKS),
-            ("accelerate", "fsdp2"): _restored("Size mismatch", pending=_HOOKS),
+            ("lightning", "fsdp2"): _restored("Size mismatch"),
+            ("accelerate", "fsdp2"): _restored("Size mismatch"),
         },
         daily=_WHOLE,
     ),
@@ -160,9 +152,8 @@ ROWS: tuple[Row, ...] = (
         name="torch.ao dynamic",
         what="packed weights: a dtype and a tuple of a quantised tensor in `state_dict()`",
         expected={
-            ("*", "*"): _pending(_EXTRAS),
-            ("lightning", "fsdp2"): _restored("Unexpected value type", pending=_EXTRAS),
-            ("accelerate", "fsdp2"): _restored("Unexpected value type", pending=_EXTRAS),
+            ("lightning", "fsdp2"): _restored("Unexpected value type"),
+            ("accelerate", "fsdp2"): _restored("Unexpected value type"),
         },
     ),
     Row(
@@ -191,8 +182,6 @@ ROWS: tuple[Row, ...] = (
         name="bitsandbytes Linear8bitLt",
         what="scales that exist as entries of `state_dict()` only",
         expected={
-            ("core", "*"): _pending(_EXTRAS),
-            ("accelerate", "*"): _pending(_EXTRAS),
             ("*", "fsdp2"): _library("no attribute 'CB'"),
         },
     ),
@@ -200,15 +189,7 @@ ROWS: tuple[Row, ...] = (
         name="bitsandbytes Linear4bit",
         what="a layer that loads into one that is not quantised yet, and into no other",
         expected={
-            ("*", "*"): Expected(
-                kind="refused", text="Unexpected key(s)", why="as stock", pending=_EXTRAS
-            ),
-            ("lightning", "single"): Expected(
-                kind="refused", text="Unexpected key(s)", why="as stock"
-            ),
-            ("lightning", "ddp"): Expected(
-                kind="refused", text="Unexpected key(s)", why="as stock"
-            ),
+            ("*", "*"): Expected(kind="refused", text="Unexpected key(s)", why="as stock"),
             ("core", "fsdp2"): EQUAL,
             ("lightning", "fsdp2"): EQUAL,
         },

@@ -92,7 +92,7 @@ def lightning(layout: str, rank: int, root: Path, *, how: str) -> dict[str, Any]
             accelerator="cpu",
             devices=1 if layout == "single" else 2,
             strategy=strategy_of(layout),
-            plugins=[LightningIO(timeout_secs=30.0)] if how == "ours" else None,
+            plugins=[LightningIO(timeout_secs=300.0)] if how == "ours" else None,
             callbacks=[saves],
             logger=False,
             enable_progress_bar=False,
@@ -125,7 +125,7 @@ def _accelerate(layout: str, root: Path, how: str, saved_in: int) -> list[Any]:
         config = DataLoaderConfiguration(use_stateful_dataloader=True)
         accelerator = new_accelerator(layout, dataloader_config=config)
         if how == "ours":
-            accelerator.register_checkpoint_io(AccelerateIO(timeout_secs=30.0))
+            accelerator.register_checkpoint_io(AccelerateIO(timeout_secs=300.0))
         torch.manual_seed(seed)
         loader = torch.utils.data.DataLoader(torch.arange(SAMPLES), batch_size=2, shuffle=True)
         return accelerator, accelerator.prepare(loader)

@@ -57,7 +57,7 @@ def lightning(layout: str, rank: int, root: Path, *, how: str) -> dict[str, Any]
             accelerator="cpu",
             devices=2,
             strategy=OwnPartStrategy(),
-            plugins=[DistCkptIO(timeout_secs=30.0)] if how == "ours" else None,
+            plugins=[DistCkptIO(timeout_secs=300.0)] if how == "ours" else None,
             default_root_dir=root,
             logger=False,
             enable_progress_bar=False,

@@ -64,6 +64,7 @@ def run_cases(
         for number, (name, api, layout) in enumerate(cases):
             folder = Path(root, f"{number}-{layout}")
             folder.mkdir(exist_ok=True)
+            print(name, api, layout, flush=True)  # the last line of a rank that died
             began = time.process_time()
             run = functools.partial(apis.run, name, api, layout, rank, folder)
             outcome = judged(_Tried.of(run, how) for how in ("stock", "ours", "uninterrupted"))
