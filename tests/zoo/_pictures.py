@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-ORDER = "order of the optimizer's state"
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -74,24 +73,15 @@ def state_picture(model: nn.Module, optimizer: Any, extra: Any = None) -> dict[s
     found |= {f"trains {key}": value.requires_grad for key, value in model.named_parameters()}
     state = optimizer.state_dict()
     found |= {f"optimizer {path}": leaf for path, leaf in leaves(state)}
-    found[ORDER] = [repr(key) for key in orders(state)]
     if extra is not None:
         found |= {f"companion {path}": leaf for path, leaf in leaves(extra)}
     return found
 
 
-def orders(value: Any) -> Iterator[Any]:
-    """Yield the keys of nested dicts, in order."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield key
-            yield from orders(item)
-
-
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the pictures of what is in nested dicts, with its path."""
     if isinstance(value, Mapping):
-        yield f"{path}/keys of {type(value).__name__}", sorted(map(repr, value))
+        yield f"{path}/keys of {type(value).__name__}", [repr(key) for key in value]
         for key, item in value.items():
             yield from leaves(item, f"{path}/{key}")
     else:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.zoo._pictures import ORDER, differing
+from tests.zoo._pictures import differing
 
 __all__ = ["Outcome", "judged", "run_cases"]
 
@@ -35,7 +35,6 @@ class Outcome:
         stock: Why stock failed, as text; empty if it did not.
         ours: The same of ours.
         differs: What is not equal.
-        ordered: Whether the keys of the optimizer's state have stock's order.
         detail: Where it failed, for a report.
         secs: Processor time of the case.
     """
@@ -44,7 +43,6 @@ class Outcome:
     stock: str = ""
     ours: str = ""
     differs: tuple[str, ...] = ()
-    ordered: bool = True
     detail: str = ""
     secs: float = 0.0
 
@@ -96,12 +94,11 @@ class _Tried:
 def judged(tries: Iterator[_Tried]) -> Outcome:
     """Return what stock and ours came to; only if they differ, train on without an interruption."""
     stock, ours = next(tries), next(tries)
-    differs, ordered = _compared(stock, ours)
+    differs = tuple(differing(stock.found, ours.found))
     told = Outcome(
         kind="equal",
         stock=stock.text,
         ours=ours.text,
-        ordered=ordered,
         detail=stock.detail + ours.detail,
     )
     if not (stock.text or ours.text or differs):
@@ -112,14 +109,6 @@ def judged(tries: Iterator[_Tried]) -> Outcome:
     if ours.text:
         as_stock = stock.text and stock.text.split(":")[0] == ours.text.split(":")[0]
         return replace(told, kind="refused" if ours.refused or as_stock else "failed")
-    if lost := _compared(straight, ours)[0]:
+    if lost := tuple(differing(straight.found, ours.found)):
         return replace(told, kind="differs", differs=lost if stock.text else differs)
     return replace(told, kind="restored", differs=() if stock.text else differs)
-
-
-def _compared(a: _Tried, b: _Tried) -> tuple[tuple[str, ...], bool]:
-    """Return what differs, and whether the order of the optimizers' keys is the same."""
-    names = differing(a.found, b.found)
-    order = [name for name in names if name.endswith(ORDER)]
-    order = order if a.found and b.found else []
-    return tuple(name for name in names if name not in order), not order
