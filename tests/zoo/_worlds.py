@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.zoo._pictures import differing
 
-__all__ = ["Outcome", "judged", "run_cases"]
+__all__ = ["Attempt", "Outcome", "judged", "run_cases"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +65,23 @@ def run_cases(
             print(name, api, layout, flush=True)  # the last line of a rank that died
             began = time.process_time()
             run = functools.partial(apis.run, name, api, layout, rank, folder)
-            outcome = judged(_Tried.of(run, how) for how in ("stock", "ours", "uninterrupted"))
+            outcome = judged(Attempt.of(run, how) for how in ("stock", "ours", "uninterrupted"))
             outcomes.append(replace(outcome, secs=time.process_time() - began))
     return outcomes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tried:
+class Attempt:
+    """What one way of saving came to: pictures by name, or an error."""
+
     found: dict[str, Any] = field(default_factory=dict)
     text: str = ""
     detail: str = ""
     refused: bool = False
 
     @classmethod
-    def of(cls, run: Callable[..., dict[str, Any]], how: str) -> _Tried:
+    def of(cls, run: Callable[..., dict[str, Any]], how: str) -> Attempt:
+        """Run it."""
         from dist_ckpt.errors import CheckpointingException
 
         try:
@@ -91,7 +94,7 @@ class _Tried:
             )
 
 
-def judged(tries: Iterator[_Tried]) -> Outcome:
+def judged(tries: Iterator[Attempt]) -> Outcome:
     """Return what stock and ours came to; only if they differ, train on without an interruption."""
     stock, ours = next(tries), next(tries)
     differs = tuple(differing(stock.found, ours.found))

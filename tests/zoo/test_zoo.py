@@ -1,7 +1,7 @@
 """Real libraries under the three APIs, ours beside stock: equal bits, or a refusal that says why.
 
-The cases stand in ``_cases.py``. All of one world run in it one after the other, so that a world is
-started, and the libraries are imported, once. Those marked ``soak`` are left to ``make soak``.
+The cases stand in ``_cases.py``. Some dozens run in one world, one after the other, and the libraries
+are imported once for all worlds. Those marked ``soak`` are left to ``make soak``.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import pytest
 from tests.multiprocess._world import run_ranks
 from tests.zoo import table
 from tests.zoo._cases import Case, cases
-from tests.zoo._worlds import Outcome, run_cases
+from tests.zoo._worlds import Attempt, Outcome, judged, run_cases
 
 _TIMEOUT_SECS = 600.0
+_CASES_OF_A_WORLD = 24  # one call must be far from pytest's faulthandler_timeout on a busy machine
 
 Outcomes = Callable[[Case], list[Outcome]]
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Return what gives the outcomes of a case, by rank; runs all that were selected with it."""
+    """Return what gives the outcomes of a case, by rank; runs the selected ones after it as well."""
     selected = [
         item.callspec.params["case"]
         for item in request.session.items
@@ -31,13 +32,17 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         and hasattr(item, "callspec")
         and "case" in item.callspec.params
     ]
-    worlds: dict[bool, dict[tuple[str, str, str], list[Outcome]]] = {}
+    found: dict[tuple[str, str, str], list[Outcome]] = {}
 
     def of(case: Case) -> list[Outcome]:
-        alone = case.layout == "single"
-        if alone not in worlds:
-            keys = [one.key for one in selected if (one.layout == "single") is alone]
-            found = run_ranks(
+        if case.key not in found:
+            start, alone = selected.index(case), case.layout == "single"
+            keys = [
+                one.key
+                for one in selected[start : start + _CASES_OF_A_WORLD]
+                if (one.layout == "single") is alone
+            ]
+            ranks = run_ranks(
                 run_cases,
                 1 if alone else 2,
                 keys,
@@ -46,8 +51,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
                 init_process_group=not alone,
                 preload="tests.zoo._apis",
             )
-            worlds[alone] = {key: list(ranks) for key, *ranks in zip(keys, *found, strict=True)}
-        return worlds[alone][case.key]
+            found.update((key, list(of_ranks)) for key, *of_ranks in zip(keys, *ranks, strict=True))
+        return found[case.key]
 
     return of
 
@@ -69,6 +74,29 @@ def test_case(case: Case, outcomes: Outcomes) -> None:
         assert outcome.kind == expected.kind, f"rank {rank}: {outcome}"
         text = outcome.ours if expected.kind == "refused" else outcome.stock
         assert expected.text in text, f"rank {rank}: {text}"
+
+
+_GOOD, _OTHER = Attempt(found={"a": 1}), Attempt(found={"a": 2})
+_ERROR, _OURS = Attempt(text="KeyError: 'x'"), Attempt(text="MismatchError: x", refused=True)
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours", "straight", "kind"),
+    [
+        pytest.param(_OTHER, _OTHER, _GOOD, "equal", id="ours loses what stock loses"),
+        pytest.param(_GOOD, _OTHER, _GOOD, "differs", id="ours loses what stock keeps"),
+        pytest.param(_OTHER, _GOOD, _GOOD, "restored", id="ours keeps what stock loses"),
+        pytest.param(_ERROR, _GOOD, _GOOD, "restored", id="ours works where stock fails"),
+        pytest.param(_ERROR, _OTHER, _GOOD, "differs", id="ours loses where stock fails"),
+        pytest.param(_GOOD, _OURS, _GOOD, "refused", id="an error of ours"),
+        pytest.param(_GOOD, _ERROR, _GOOD, "failed", id="an error that went through"),
+        pytest.param(_ERROR, _ERROR, _GOOD, "refused", id="the same error as stock"),
+        pytest.param(_ERROR, _ERROR, _ERROR, "library", id="nothing works"),
+    ],
+)
+def test_what_attempts_come_to(stock: Attempt, ours: Attempt, straight: Attempt, kind: str) -> None:
+    """A silent loss is never taken for a result that may be expected."""
+    assert judged(iter((stock, ours, straight))).kind == kind
 
 
 def test_the_table_is_what_the_cases_declare() -> None:
