@@ -294,9 +294,12 @@ class CheckpointView:
             MismatchError: Names, shapes or dtypes do not agree, or a module could not load its
                 entries.
         """
-        self._align(i, model)
+        layout = functools.cache(lambda: model_layout(model))
+        self._align(i, layout)
         document = self._document(i)
-        plan = functools.cache(lambda: plan_load(model, self._given(i, values), document.metadata))
+        plan = functools.cache(
+            lambda: plan_load(model, layout(), self._given(i, values), document.metadata)
+        )
 
         def build() -> LoadRequest:
             return LoadRequest(state_dict={"models": {str(i): plan().request(self._wanted(i))}})
@@ -363,19 +366,19 @@ class CheckpointView:
         phase = f"finding the model in {contents.directory}"
         self._comm.map_reduce(phase, adopted, lambda _: None)
 
-    def _align(self, i: int, model: nn.Module) -> None:
+    def _align(self, i: int, layout: Callable[[], ModelLayout]) -> None:
         """See model ``i`` of the checkpoint under the job's names, if only a prefix differs."""
         if self._foreign is not None and i == 0:
             names = self._comm.map_reduce(
                 "comparing names",
-                lambda: frozenset(model_layout(model).tensors),
+                lambda: frozenset(layout().tensors),
                 lambda found: frozenset[str]().union(*found),
             )
             self._adopt(names)
         stored = set(self.model_names(i))
         prefixes = self._comm.map_reduce(
             "comparing names",
-            lambda: set(model_layout(model).tensors),
+            lambda: set(layout().tensors),
             lambda found: find_prefixes(set[str]().union(*found), stored),
         )
         if prefixes is None:
@@ -414,9 +417,10 @@ class CheckpointView:
         Raises:
             MismatchError: Parameter groups or state do not agree.
         """
-        layouts = functools.cache(lambda: [model_layout(model) for model in models])
-        for i, model in enumerate(models):
-            self._align(i, model)
+        found = [functools.cache(functools.partial(model_layout, model)) for model in models]
+        layouts = functools.cache(lambda: [layout() for layout in found])
+        for i, layout in enumerate(found):
+            self._align(i, layout)
         if self._foreign is not None and j >= self.num_optimizers:
             root = "" if self._roots is None else self._roots.model
             raise MismatchError(  # what is stored is known alike on all ranks

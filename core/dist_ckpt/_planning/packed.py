@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -144,6 +144,19 @@ class Directory:
         return self.layout.directory_nbytes + 4 * start, 4 * (stop - start)
 
 
+class _Items(ItemsView[str, StoredTensor]):
+    """The items of a packed index, by number."""
+
+    def __init__(self, tensors: PackedTensors) -> None:
+        """Read nothing yet."""
+        super().__init__(tensors)
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield keys and tensors."""
+        return map(self._tensors.at, range(len(self._tensors)))
+
+
 class PackedTensors(LazyTensors):
     """The tensors of a packed index, in the order of their keys; each is made when it is asked for.
 
@@ -201,6 +214,14 @@ class PackedTensors(LazyTensors):
         """Yield the keys, sorted by their bytes."""
         directory = self.directory
         return map(directory.key, range(directory.layout.tensors))
+
+    def items(self) -> ItemsView[str, StoredTensor]:
+        """Return keys and tensors in one pass, without a search for each key."""
+        return _Items(self)
+
+    def at(self, number: int) -> tuple[str, StoredTensor]:
+        """Return key and tensor of this number."""
+        return self.directory.key(number), self._tensor(number)
 
     def __contains__(self, key: object) -> bool:
         """Whether there is a tensor with this key."""

@@ -25,9 +25,18 @@ def current_rank() -> tuple[int, int]:
     return 0, 1
 
 
-def replicated_layout(shape: tuple[int, ...], *, writer: Writer) -> TensorLayout:
-    """Return the layout of a tensor that every rank holds entirely."""
-    rank, _ = current_rank()
+def replicated_layout(
+    shape: tuple[int, ...], *, writer: Writer, rank: int | None = None
+) -> TensorLayout:
+    """Return the layout of a tensor that every rank holds entirely.
+
+    Args:
+        shape: Of the tensor.
+        writer: Which rank stores it.
+        rank: This rank, for callers with many tensors; None to ask.
+    """
+    if rank is None:
+        rank, _ = current_rank()
     box = Box((0,) * len(shape), tuple(shape))
     return TensorLayout(
         global_shape=box.shape,

@@ -20,7 +20,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from dist_ckpt.derive.ddp import hides_child, ignored_names, keeps_equal, replicated_layout
+from dist_ckpt.derive.ddp import (
+    current_rank,
+    hides_child,
+    ignored_names,
+    keeps_equal,
+    replicated_layout,
+)
 from dist_ckpt.derive.dtensor import dtensor_layout, local_of
 from dist_ckpt.derive.fsdp import (
     FlatTable,
@@ -31,7 +37,7 @@ from dist_ckpt.derive.fsdp import (
 from dist_ckpt.derive.layout import FlatPiece, LocalTensor, ModelLayout, TensorLayout
 from dist_ckpt.derive.subclass import is_wrapper
 from dist_ckpt.errors import InvalidShardingError
-from dist_ckpt.types import ShardedStateDict
+from dist_ckpt.types import ShardedStateDict, Writer
 
 __all__ = [
     "Place",
@@ -67,7 +73,7 @@ def model_layout(model: nn.Module, *, replicas: Replicas | None = None) -> Model
             them are named.
     """
     ensure_sharded(model)
-    walk = _Walk(flat=read_flat_parameters(model), replicas=replicas)
+    walk = _Walk(flat=read_flat_parameters(model), replicas=replicas, rank=current_rank()[0])
     for place in places(model, equal=replicas == "equal"):
         walk.visit(place)
     if walk.problems:
@@ -173,6 +179,7 @@ class _Walk:
 
     flat: FlatTable
     replicas: Replicas | None
+    rank: int
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
@@ -239,7 +246,8 @@ class _Walk:
 
     def _layout(self, name: str, tensor: torch.Tensor, *, equal: bool) -> TensorLayout | None:
         if not isinstance(tensor, DTensor):
-            return replicated_layout(tuple(tensor.shape), writer="any" if equal else "first")
+            writer: Writer = "any" if equal else "first"
+            return replicated_layout(tuple(tensor.shape), writer=writer, rank=self.rank)
         try:
             return dtensor_layout(tensor, name=name, equal=equal)
         except InvalidShardingError as error:  # collected: all offenders are named at once

@@ -112,11 +112,14 @@ def merge_reports(reports: Sequence[LoadReport]) -> LoadReport:
     )
 
 
-def plan_load(model: nn.Module, given: Mapping[str, Any], metadata: Metadata | None) -> ModelLoad:
+def plan_load(
+    model: nn.Module, layout: ModelLayout, given: Mapping[str, Any], metadata: Metadata | None
+) -> ModelLoad:
     """Decide of each entry of a state dict how it gets into ``model``.
 
     Args:
         model: The live model, wrapped or not.
+        layout: Its layout.
         given: Entries by canonical name; ``STORED`` for those to be read.
         metadata: What the modules noted when they were saved; None if nobody knows, then entries
             count as being of the modules' present versions, as for torch's own checkpoints of
@@ -124,7 +127,7 @@ def plan_load(model: nn.Module, given: Mapping[str, Any], metadata: Metadata | N
     """
     return ModelLoad(
         model=model,
-        layout=model_layout(model),
+        layout=layout,
         given=given,
         metadata=own_versions(model) if metadata is None else metadata,
         places=tuple(places(model)),
@@ -147,6 +150,7 @@ def load_whole_model(model: nn.Module, state_dict: Mapping[str, Any], *, strict:
     metadata = getattr(state_dict, "_metadata", {})
     plan = plan_load(
         model,
+        model_layout(model),
         {without_wrappers(name): value for name, value in state_dict.items()},
         {without_wrappers(prefix): noted for prefix, noted in metadata.items()},
     )
