@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dist_ckpt._collector import collector_paused
-from dist_ckpt._common_parts import digest_of
+from dist_ckpt._common_parts import digest_of, preprocessed
 from dist_ckpt._engine.owners import host_identity
 from dist_ckpt._formats.objects import Room, encode_common, object_shards
 from dist_ckpt._planning.table import LocalShards, local_shards
@@ -61,7 +61,8 @@ class SaveRequest:
 
     ``thread_count`` stands before that of the options: a strategy has one of its own.
     ``live`` are models and optimizers that were described already; what they hold comes before what
-    is in ``state_dict``. ``compare`` returns what of the common part should be equal on all ranks.
+    is in ``state_dict``. ``compares_common`` is whether a difference
+    between the ranks' common parts is told, of what ``preprocess`` returns of them if it is given.
     """
 
     state_dict: ShardedStateDict
@@ -69,7 +70,8 @@ class SaveRequest:
     common: CommonWriter | None = None
     thread_count: int | None = None
     live: Live | None = None
-    compare: Callable[[StateDict], StateDict] | None = None
+    compares_common: bool = False
+    preprocess: Callable[[StateDict], StateDict] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
         host_identity(),
     )
     compared = None
-    if request.compare is not None:
-        compared = request.compare(parts.common)
+    if request.compares_common:
+        compared = preprocessed(parts.common, request.preprocess)
         view = replace(view, common=digest_of(compared))
     return Prepared(request, parts, shards, view, common, compared)
 

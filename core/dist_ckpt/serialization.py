@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._choice import chosen_common, chosen_save, chosen_source
 from dist_ckpt._comm import SingleCommunicator, default_communicator
-from dist_ckpt._common_parts import preprocessed
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._loading import (
     LoadRequest,
@@ -103,9 +102,8 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
         validate_access_integrity: Check that main replicas tile every tensor exactly.
         async_sharded_save: Copy the data and return what writes and commits, for an
             ``AsyncCallsQueue``; nothing is visible before it is finalised.
-        preprocess_common_before_consistancy_check: Returns what of the common part should be equal
-            on all ranks, given a copy of it. Ranks that differ from rank 0, whose common part is
-            stored, are named in a warning.
+        preprocess_common_before_consistancy_check: Returns, of a copy of the common part, what
+            should be equal on all ranks; ranks that differ from rank 0 are named in a warning.
         content_metadata: Stored beside the state, see ``load_content_metadata``.
         communicator: The ranks, if not those of the default process group.
         options: Further choices.
@@ -119,22 +117,17 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
         CoordinationError: Ranks failed, vanished or made different calls.
         UnknownStrategyError: Nobody handles the backend, or its package is not installed.
     """
-    options = options or SaveOptions()
+    options, preprocess = options or SaveOptions(), preprocess_common_before_consistancy_check
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
     coverage = validate_access_integrity and options.verify_sharding
     target = path_to_tell(checkpoint_dir)
-    given = preprocess_common_before_consistancy_check
-
-    def compare(common: StateDict) -> StateDict:
-        return preprocessed(common, given)
 
     def build() -> SaveRequest:
         checked_path(checkpoint_dir)  # what is no path on one rank is told to all
         state = _with_content_metadata(sharded_state_dict, content_metadata)
         request = chosen_save(sharded_strategy, common_strategy, options, state)
-        return (
-            replace(request, compare=compare) if coverage and (comm.size > 1 or given) else request
-        )
+        compares = coverage and (comm.size > 1 or preprocess is not None)
+        return replace(request, compares_common=compares, preprocess=preprocess)
 
     if not async_sharded_save:
         memory = _memory_of(sharded_strategy)

@@ -240,9 +240,13 @@ def of_ranks(lines: Sequence[Sequence[str]]) -> list[str]:
         for line in its_lines:
             ranks[line].append(rank)
     return [
-        line if len(found) == len(lines) else f"{line} (ranks {found})"
+        line if len(found) == len(lines) else f"{line} ({_ranks(found)})"
         for line, found in ranks.items()
     ]
+
+
+def _ranks(found: Sequence[int]) -> str:
+    return f"rank {found[0]}" if len(found) == 1 else f"ranks {found}"
 
 
 def react(
