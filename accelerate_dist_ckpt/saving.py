@@ -213,9 +213,7 @@ def _prune(accelerator: Accelerator, saver: BackgroundSaver | None) -> None:
         for path in prune():
             saver.pruned(path, "above total_limit")
 
-    saver.after_commit(
-        remove, what="removing checkpoints above total_limit", frees_space=True
-    )
+    saver.after_commit(remove, what="removing checkpoints above total_limit", frees_space=True)
 
 
 def _remover(directory: Path | None) -> Callable[[], None]:

@@ -209,8 +209,7 @@ def _signature(objects: LiveObjects, entries: Sequence[Entries | None]) -> _Sign
     Raises:
         _Unfamiliar: It depends on something else, too.
     """
-    given = tuple(i for i, one in objects.model_values.items() if one is not None)
-    found: _Signature = [objects.replicas, given]
+    found: _Signature = [objects.replicas, tuple(objects.model_values)]
     tensors: list[Any] = []
     for model in objects.models:
         found.append("model")
