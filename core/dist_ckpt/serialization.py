@@ -88,10 +88,9 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
     """Save a sharded state dict as one checkpoint directory.
 
     Collective: all ranks of the default process group must call, with the same path.
-    Sharded tensors are written by the ranks that hold them, each element once; everything else in
-    the dict is the common part, of which rank 0's is stored. When this returns, the checkpoint is
-    durable and visible; when it raises, it raises on every rank, nothing is committed, and an older
-    checkpoint at the same path is untouched. The caller's dict is not changed.
+    Sharded tensors are written by the ranks that hold them, each element once; all else in the dict
+    is the common part, of which rank 0's is stored. When this returns, the checkpoint is durable
+    and visible; when it raises, it raises on every rank, and nothing has changed at the path.
 
     Args:
         sharded_state_dict: Nested dicts and lists; ``ShardedTensor`` and its like as leaves.
@@ -100,8 +99,7 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
             ``options.backend``.
         common_strategy: Likewise; None for typed JSON.
         validate_access_integrity: Check that main replicas tile every tensor exactly.
-        async_sharded_save: Copy the data and return what writes and commits, for an
-            ``AsyncCallsQueue``; nothing is visible before it is finalised.
+        async_sharded_save: Copy the data, return what writes and commits for ``AsyncCallsQueue``.
         preprocess_common_before_consistancy_check: Returns, of a copy of the common part, what
             should be equal on all ranks; ranks that differ from rank 0 are named in a warning.
         content_metadata: Stored beside the state, see ``load_content_metadata``.
