@@ -125,11 +125,7 @@ def sharded_optimizer_state(
     others = {key: value for key, value in raw["state"].items() if key not in own}
     if others:
         rest["other_state"] = others
-    for index, group in enumerate(raw["param_groups"]):
-        for name, value in group.items():
-            where = f"param_groups[{index}][{name!r}]"
-            if name != "params":
-                problems += unstorable(value, where, is_sharded=is_sharded)
+    problems += _unstorable_settings(raw["param_groups"], is_sharded=is_sharded)
     for name, value in rest.items():
         problems += unstorable(value, f"entry {name!r}", is_sharded=is_sharded)
         # Tensors are read only by who loads the optimizer, and the common part by everybody.
@@ -137,6 +133,16 @@ def sharded_optimizer_state(
     tree |= _odd_keys(slots, keys) | {ORDER: [list(names) for names in orders]}
     _raise_all(title, problems)
     return tree
+
+
+def _unstorable_settings(
+    groups: Sequence[Mapping[str, Any]], *, is_sharded: bool
+) -> Iterator[str]:
+    for index, group in enumerate(groups):
+        for name, value in group.items():
+            if name != "params":
+                where = f"param_groups[{index}][{name!r}]"
+                yield from unstorable(value, where, is_sharded=is_sharded)
 
 
 def check_optimizer(optimizer: Any, layouts: Sequence[ModelLayout]) -> None:
