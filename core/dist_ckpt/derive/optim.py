@@ -135,9 +135,7 @@ def sharded_optimizer_state(
     return tree
 
 
-def _unstorable_settings(
-    groups: Sequence[Mapping[str, Any]], *, is_sharded: bool
-) -> Iterator[str]:
+def _unstorable_settings(groups: Sequence[Mapping[str, Any]], *, is_sharded: bool) -> Iterator[str]:
     for index, group in enumerate(groups):
         for name, value in group.items():
             if name != "params":
