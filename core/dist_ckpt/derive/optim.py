@@ -23,7 +23,7 @@ A state dict of another form than torch's is one object, if no parameter is shar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
