@@ -15,9 +15,10 @@ export OMP_NUM_THREADS ?= 1
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# What is too long for every run: the whole zoo of libraries.
+# What is too long for every run: the whole zoo of libraries, and the large numbers of rounds and
+# examples of which `make test` tries a sample (tests/_samples.py).
 soak: $(STAMP)
-	$(BIN)/python -m pytest -m soak
+	DIST_CKPT_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "soak or sampled or hypothesis"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

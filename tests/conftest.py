@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests._samples import sample
+
 # Before torch is imported anywhere, the ranks' processes included.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Machines of CI are slow and shared: examples are bounded in number, not in time.
 settings.register_profile(
-    "default", deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow]
+    "default",
+    deadline=None,
+    max_examples=sample(40, 400),
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("default")
 

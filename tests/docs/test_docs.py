@@ -2,7 +2,8 @@
 
 Each fenced block of README.md and docs/ is one of:
 
-* ``python``: run, all blocks of a file in order as one program in an empty directory;
+* ``python``: run, all blocks of a file in order as one program in an empty directory, with a new
+  interpreter (``FRESH``) or in the fork of one that has imported torch; the soak run starts all anew;
 * ``yaml`` with fields of ours: loaded by ``dist_ckpt.config``; ``json``: parsed;
 * ``bash`` of ``make TARGET`` lines: the targets are in the Makefile;
 * ``text``: a picture or a listing, for people;
@@ -11,11 +12,14 @@ Each fenced block of README.md and docs/ is one of:
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +28,14 @@ import pytest
 import yaml
 
 from dist_ckpt.config import DistCkptConfig, load_config
+from tests._samples import IS_SOAK
+from tests.multiprocess._world import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TIMEOUT_SECS = 300.0
+FRESH = {"README.md", "accelerate.md", "checkpointer.md", "lightning.md"}
+"""One page of each kind: the core, either framework, a program that starts processes."""
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 _MARK = re.compile(r"^\s*<!-- not run: \S.* -->$")
@@ -118,7 +126,22 @@ def test_every_block_is_checked_or_says_why_not(path: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
+def be_program(rank: int, world_size: int, script: str, directory: str) -> None:
+    """Run a script as ``__main__`` to its end, what waits for the exit included."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                 "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):  # fmt: skip
+        del os.environ[name]
+    os.chdir(directory)
+    sys.argv, sys.path = [script], [str(Path(script).parent), *sys.path]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = script
+    exec(compile(Path(script).read_text(), script, "exec"), main.__dict__)  # noqa: S102 - ours
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "path", [path for path in FILES if program_of(path.read_text())], ids=by_name
 )
@@ -128,6 +151,13 @@ def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
     script.write_text(program_of(path.read_text()))
     directory = tmp_path / "empty"
     directory.mkdir()
+
+    if not (IS_SOAK or path.name in FRESH):
+        run_ranks(
+            be_program, 1, str(script), str(directory), timeout_secs=TIMEOUT_SECS,
+            init_process_group=False, env={"CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
+        return
 
     done = subprocess.run(
         [sys.executable, str(script)],

@@ -10,13 +10,14 @@ from unittest import mock
 import pytest
 
 from dist_ckpt.background import BackgroundOptions
+from tests._samples import sample
 from tests.faults._background import Fault, Job, Record, Run, schedule, shown
 from tests.faults._leaks import no_leaks
 from tests.multiprocess._world import run_ranks
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.sampled]
 
-SAVES = int(os.environ.get("DIST_CKPT_FAULT_SAVES", "200"))
+SAVES = sample(80, 800, variable="DIST_CKPT_FAULT_SAVES")
 """How many saves all runs make together."""
 SEED = int(os.environ.get("DIST_CKPT_FAULT_SEED", "20260"))
 

@@ -22,17 +22,24 @@ from dist_ckpt.testing.crashes import (
     materialise,
     record,
 )
+from tests._samples import IS_SOAK, sample
 from tests.faults import _crash_points
 from tests.faults._crash_points import IN_ONE_PROCESS, SECTIONS, Law
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sampled]
 
 SCRIPT = Path(_crash_points.__file__)
-SAMPLES = int(os.environ.get("DIST_CKPT_CRASH_SAMPLES", "3"))
+SAMPLES = sample(1, 20, variable="DIST_CKPT_CRASH_SAMPLES")
 """How many random combinations are tried after each operation."""
 FEW = ["torch_dist in a thread", "zarr without exchange"]
-TRACED = [name for name in SECTIONS if name not in FEW]
-WATCHED = FEW if has_strace() else IN_ONE_PROCESS
+DAILY = ["torch_dist", "zarr", "torch_dist in a process", "managed"]
+"""What is tried besides where the soak run tries all."""
+TRACED = [name for name in SECTIONS if name not in FEW and (IS_SOAK or name in DAILY)]
+WATCHED = [
+    name
+    for name in IN_ONE_PROCESS
+    if name in FEW or (not has_strace() and (IS_SOAK or name in DAILY))
+]
 """What is recorded the second way: little where the first one works, all where it does not."""
 MEMORY = Path("/dev/shm")  # noqa: S108 - thousands of small trees: quickest in memory
 RECORDERS = [

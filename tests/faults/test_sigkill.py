@@ -35,12 +35,13 @@ from dist_ckpt.training_state import (
     remove_checkpoint,
     save_training_state,
 )
+from tests._samples import sample
 from tests.faults._background import worker_pid
 from tests.multiprocess._world import RankOutcome, run_ranks
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.sampled]
 
-ROUNDS = int(os.environ.get("DIST_CKPT_KILL_ROUNDS", "40"))
+ROUNDS = sample(20, 120, variable="DIST_CKPT_KILL_ROUNDS")
 """How many rounds all teams make together."""
 SEED = int(os.environ.get("DIST_CKPT_KILL_SEED", "20261"))
 

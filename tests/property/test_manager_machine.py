@@ -29,6 +29,7 @@ from dist_ckpt._engine.commit import Attempt, attempt_prefix, locate
 from dist_ckpt.manager import CheckpointManager
 from dist_ckpt.recovery import sweep
 from dist_ckpt.retention import AnyOf, CheckpointInfo, KeepBest, KeepLast
+from tests._samples import sample
 
 POLICY = AnyOf(KeepLast(2), KeepBest(1, "loss"))
 STEPS = st.integers(0, 5)
@@ -373,7 +374,7 @@ class Folder(RuleBasedStateMachine):
 
 
 Folder.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=sample(15, 160),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

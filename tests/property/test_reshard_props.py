@@ -22,6 +22,7 @@ from dist_ckpt._geometry import Box
 from dist_ckpt.storage import Extent, LocalStore
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.types import Communicator
+from tests._samples import sample
 
 Tiles = list[tuple[int, Box]]  # (rank, box)
 
@@ -86,7 +87,7 @@ class ReadCounter:
 
 
 @given(worlds())
-@settings(max_examples=60)
+@settings(max_examples=sample(20, 240))
 def test_any_tiling_loads_any_other(
     world: tuple[tuple[int, ...], torch.dtype, int, Tiles, int, Tiles],
 ) -> None:
@@ -130,7 +131,7 @@ def test_any_tiling_loads_any_other(
     st.integers(1, 4),
     st.sampled_from(["any", "first", "main"]),
 )
-@settings(max_examples=25)
+@settings(max_examples=sample(12, 100))
 def test_replicas_are_written_once_and_shared_out(
     sizes: list[int], ranks: int, writer: str
 ) -> None:
@@ -164,7 +165,7 @@ def test_replicas_are_written_once_and_shared_out(
 
 
 @given(st.data())
-@settings(max_examples=40)
+@settings(max_examples=sample(15, 160))
 def test_flattened_ranges_load_any_cut(data: st.DataObject) -> None:
     """A flattened tensor cut at any points loads with other cuts, and as boxes."""
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))

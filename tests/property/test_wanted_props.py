@@ -15,6 +15,7 @@ from dist_ckpt._planning import overlaps
 from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt._planning.load import byte_runs, plan_reads
 from dist_ckpt._planning.wanted import Wanted, boxes_of, runs_of, whole_tensors
+from tests._samples import sample
 
 Asked = list[tuple[str, Box]]
 ITEMSIZES = {"int8": 1, "float32": 4, "float64": 8}
@@ -66,7 +67,7 @@ def test_columns_and_exact_code_agree(pairs: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(overlaps, "_PAIRS", pairs)
 
     @given(requests())
-    @settings(max_examples=120)
+    @settings(max_examples=sample(40, 480))
     def check(request: tuple[CheckpointIndex, Asked]) -> None:
         index, asked = request
         exact = {
@@ -143,7 +144,7 @@ def assert_bytes_fill_boxes(wanted: Wanted, asked: Asked, filled: list[bool]) ->
 
 
 @given(requests())
-@settings(max_examples=60)
+@settings(max_examples=sample(20, 240))
 def test_whole_tensors_are_boxes_of_all(request: tuple[CheckpointIndex, Asked]) -> None:
     """In the order of the keys; what is not stored has nothing."""
     index, _ = request

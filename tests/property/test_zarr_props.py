@@ -30,6 +30,7 @@ from dist_ckpt._formats.zarr.plan import plan_arrays
 from dist_ckpt._geometry import Box, boxes_of_flat_range
 from dist_ckpt._planning.describe import ShardInfo
 from dist_ckpt.storage.base import checked_name
+from tests._samples import sample
 from tests.unit._zarr import boxes_of, read_box, save_ranks
 
 SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
@@ -84,7 +85,7 @@ def info(key: str, box: Box, shape: tuple[int, ...], *, is_main: bool, anyone: b
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=sample(80, 1200))
 @given(
     data=st.data(), layout=partitions(), size=st.integers(1, 4), zarr_format=st.sampled_from([2, 3])
 )
@@ -144,7 +145,7 @@ def _positions(items: tuple[object, ...]) -> Iterator[tuple[int, object]]:
         at += item.box.numel * 4  # type: ignore[attr-defined]
 
 
-@settings(max_examples=200)
+@settings(max_examples=sample(60, 800))
 @given(data=st.data(), layout=partitions(), zarr_format=st.sampled_from([2, 3]))
 def test_grids_are_fit_for_their_boxes(
     data: st.DataObject, layout: tuple[tuple[int, ...], list[Box]], zarr_format: int
@@ -172,7 +173,7 @@ def test_grids_are_fit_for_their_boxes(
             assert cell_box(cell, grid.cell, shape).intersect(box) is not None
 
 
-@settings(max_examples=200)
+@settings(max_examples=sample(60, 800))
 @given(
     shape=st.lists(st.integers(1, 1 << 20), min_size=1, max_size=3).map(tuple),
     parts=st.lists(st.integers(1, 9), min_size=3, max_size=3),
@@ -201,7 +202,7 @@ def test_regular_boxes_of_any_size_are_whole_cells(
     assert cell_nbytes >= min(box_nbytes, 256 << 10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=sample(20, 240), deadline=None)
 @given(data=st.data(), layout=partitions(), size=st.integers(1, 3), version=st.sampled_from([1, 2]))
 def test_what_is_saved_in_parts_is_read_in_others(
     data: st.DataObject, layout: tuple[tuple[int, ...], list[Box]], size: int, version: int
@@ -224,7 +225,7 @@ def test_what_is_saved_in_parts_is_read_in_others(
     assert torch.equal(loaded, tensor[part.slices()])
 
 
-@settings(max_examples=300)
+@settings(max_examples=sample(80, 1200))
 @given(st.lists(st.text(alphabet=st.sampled_from("ab./%~ \0é_-"), max_size=8), max_size=12))
 def test_paths_are_safe_and_distinct(keys: list[str]) -> None:
     """Whatever keys there are: no array meets another, its chunks, or a document."""

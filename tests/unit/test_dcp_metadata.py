@@ -29,6 +29,7 @@ from dist_ckpt._geometry import Box, split_box
 from dist_ckpt._planning.chunks import table_of
 from dist_ckpt._planning.index import StoredChunk, StoredTensor
 from dist_ckpt._planning.packing import pack_index
+from tests._samples import sample
 
 # DCP says so whenever it loads without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -86,7 +87,7 @@ def tables(draw: st.DrawFn) -> dict[str, StoredTensor]:
 
 
 @given(tables())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=sample(20, 240))
 def test_it_is_what_dcp_would_write(tensors: dict[str, StoredTensor]) -> None:
     """Object by object, in types too; and the order of the chunks is told."""
     made = encode_metadata(pack_index(table_of(tensors)))
@@ -107,7 +108,7 @@ def test_it_is_what_dcp_would_write(tensors: dict[str, StoredTensor]) -> None:
 
 
 @given(tables())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=sample(15, 120))
 def test_our_own_reader_of_others_reads_it(tensors: dict[str, StoredTensor]) -> None:
     """What is written for others is nothing that we would refuse of others."""
     ends = {"a": 1 << 62, "é/b": 1 << 62}

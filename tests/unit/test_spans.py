@@ -17,6 +17,7 @@ from dist_ckpt._formats.spans import READ_NBYTES, Spans, Windows
 from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError
 from dist_ckpt.storage import Extent, LocalStore
+from tests._samples import sample
 
 NBYTES = 3 * READ_NBYTES + 12_345
 BLOCK = BLOCK_NBYTES
@@ -86,7 +87,7 @@ def pieces(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 @given(pieces(), st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=sample(30, 320), deadline=None)
 def test_every_byte_goes_where_it_belongs(wanted: list[tuple[int, int]], is_summed: bool) -> None:
     """With checksums and without, by one call, by several, and through buffers."""
     with tempfile.TemporaryDirectory() as folder:

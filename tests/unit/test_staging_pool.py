@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 from dist_ckpt._engine.host_memory import MAKERS
 from dist_ckpt._engine.pool import BLOCK_NBYTES, Lease, StagingPool
 from dist_ckpt.errors import BarrierTimeoutError, ConfigError, StorageError
+from tests._samples import sample
 
 PAGE = mmap.PAGESIZE
 
@@ -414,4 +415,4 @@ class Holders(RuleBasedStateMachine):
 
 
 TestHolders = Holders.TestCase
-TestHolders.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestHolders.settings = settings(max_examples=sample(15, 160), stateful_step_count=25, deadline=None)
