@@ -25,6 +25,7 @@ from accelerate_dist_ckpt.io import DistCkptIO
 from accelerate_dist_ckpt.metrics import TrackerSink
 from accelerate_dist_ckpt.preemption import Preemption
 from dist_ckpt.background import BackgroundSaver, saver_of
+from dist_ckpt.events import EventSink, sinks_of
 from dist_ckpt.training_state import SaveMemory
 
 __all__ = ["Registration", "before_batch", "before_epoch"]
@@ -49,7 +50,8 @@ class Registration:
         self.step: int | None = None  # the newest that the user logged at
         self.swept: set[Path] = set()  # where was looked for what dead saves left
         self._saver: BackgroundSaver | None = None
-        self._trackers: TrackerSink | None = None
+        self._trackers = TrackerSink()
+        self._sinks: tuple[EventSink, ...] | None = None
         self._owner: Callable[[], Accelerator | None] = lambda: None
         self._calls_backward = False
         self._has_saved = False
@@ -69,13 +71,18 @@ class Registration:
         config = self.io.config
         if config.async_save and self._saver is None:
             close_orphans()
-            rank = accelerator.process_index
-            self._trackers = TrackerSink() if config.log_metrics and rank == 0 else None
-            sinks = [] if self._trackers is None else [self._trackers]
-            self._saver = saver_of(config, rank, sinks)
+            self._saver = saver_of(config, self.sinks(accelerator))
             self._owner, self._has_saved = weakref.ref(accelerator), False
             _OPEN.add(self)
         return self._saver
+
+    def sinks(self, accelerator: Accelerator) -> tuple[EventSink, ...]:
+        """Return where the events of all saves go; the same ones each time."""
+        if self._sinks is None:
+            config, rank = self.io.config, accelerator.process_index
+            trackers = [self._trackers] if config.log_metrics and rank == 0 else []
+            self._sinks = sinks_of(config.events_file, rank, trackers)
+        return self._sinks
 
     def start(self, accelerator: Accelerator) -> None:
         """Start the worker before it is needed, and handle the signal. Local, waits for nothing."""
@@ -124,7 +131,7 @@ class Registration:
             return
         if accelerator.has_lomo_optimizer:  # its parameters change in the backward pass
             self._saver.finish_staging()
-        self._flush(accelerator)
+        self.flush(accelerator)
         if not self._uneven:
             self._saver.poll()
 
@@ -139,7 +146,7 @@ class Registration:
         self.before_epoch()
         if self._saver is None or accelerator is None:
             return
-        self._flush(accelerator)
+        self.flush(accelerator)
         if self._has_saved and not self._calls_backward and not self._uneven:
             self._saver.poll()
 
@@ -197,7 +204,7 @@ class Registration:
         finally:
             accelerator = self._owner()
             if accelerator is not None:
-                self._flush(accelerator)
+                self.flush(accelerator)
 
     def close_beside(self, error: BaseException | None) -> None:
         """Close; while another error is on its way, tell of a failure in the log only."""
@@ -209,9 +216,9 @@ class Registration:
         except Exception:
             logger.exception("a checkpoint was not finished")
 
-    def _flush(self, accelerator: Accelerator) -> None:
-        if self._trackers is not None:
-            self._trackers.flush(accelerator, self.step)
+    def flush(self, accelerator: Accelerator) -> None:
+        """Log what is known of saves, by the thread that trains."""
+        self._trackers.flush(accelerator, self.step)
 
     @property
     def is_orphan(self) -> bool:

@@ -30,6 +30,7 @@ from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.state import FRAMEWORK, common_state, rank_state
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.errors import ConfigError
+from dist_ckpt.events import EventSink, emit_pruned
 from dist_ckpt.recovery import forget_owner, record_owner, sweep_once
 from dist_ckpt.serialization import all_processes, single_process
 from dist_ckpt.storage.local import make_directory
@@ -106,6 +107,7 @@ def save_state(accelerator: Accelerator, registration: Registration, output_dir:
         lambda ranks: _open(accelerator, registration, Path(announced), in_flight, ranks),
     )
     discard = _remover(plan.hooks_dir if comm.rank == 0 else None)
+    sinks = registration.sinks(accelerator)
     try:
         state = _training_state(accelerator, job, plan, comm)
         options = io.save_options(staging_dir=plan.staging_dir, include_dir=plan.hooks_dir)
@@ -117,17 +119,21 @@ def save_state(accelerator: Accelerator, registration: Registration, output_dir:
             saver=saver,
             on_settled=lambda _: discard(),
             memory=registration.memory,
+            sinks=sinks,
         )
     except BaseException:
         discard()
         raise
+    finally:
+        if saver is None:
+            registration.flush(accelerator)
     accelerator.project_configuration.iteration = plan.iteration + 1
     if saver is None:
         discard()
     else:
         registration.has_saved()
     if comm.rank == 0:
-        _prune(accelerator, saver)
+        _prune(accelerator, saver, sinks)
     return plan.target
 
 
@@ -200,18 +206,22 @@ def _open(
     )
 
 
-def _prune(accelerator: Accelerator, saver: BackgroundSaver | None) -> None:
+def _prune(
+    accelerator: Accelerator, saver: BackgroundSaver | None, sinks: Collection[EventSink]
+) -> None:
     """Remove what is above ``total_limit``, if a save is committed; now, or when it is. Rank 0."""
     prune = naming.pruner(accelerator) if naming.is_automatic(accelerator) else None
     if prune is None:
         return
+    reason = "above total_limit"
     if saver is None:
-        prune()
+        for path in prune():
+            emit_pruned(sinks, path, reason)
         return
 
     def remove() -> None:
         for path in prune():
-            saver.pruned(path, "above total_limit")
+            saver.pruned(path, reason)
 
     saver.after_commit(remove, what="removing checkpoints above total_limit", frees_space=True)
 

@@ -152,7 +152,7 @@ def _begin_saves(trainer: Any, io: DistCkptIO, callback: Any) -> None:
     if binding.saves is not None:  # an exception has left a fit without its teardown
         binding.saves.interrupted(SystemExit())
         binding.saves.close()
-    binding.saves = FitSaves(trainer, io)
+    binding.saves = FitSaves(trainer, io, binding.memory)
     if io.config.overlap and callback in trainer.callbacks:
         # Copies must end before another callback exchanges weights.
         others = [one for one in trainer.callbacks if one is not callback]

@@ -22,7 +22,7 @@ from dist_ckpt.background import saver_of
 from dist_ckpt.errors import AsyncSaveError, CheckpointingException
 from dist_ckpt.serialization import all_processes
 from dist_ckpt.training_state import SaveMemory, save_training_state
-from lightning_dist_ckpt._metrics import SaveMetrics
+from lightning_dist_ckpt._metrics import OTHERS_KEPT, SaveEvents
 from lightning_dist_ckpt._model_checkpoint import (
     Memory,
     Outcome,
@@ -56,19 +56,18 @@ class FitSaves:
     Args:
         trainer: The Trainer, with its process group.
         io: The plugin.
+        memory: For the saves that block.
 
     Attributes:
         pending: What happens to names; only rank 0 does it.
         is_training: Whether saves go on in the background.
     """
 
-    def __init__(self, trainer: Any, io: DistCkptIO) -> None:
+    def __init__(self, trainer: Any, io: DistCkptIO, memory: SaveMemory) -> None:
         """Start the worker: it is there when the first save comes."""
         self._trainer, self._io = trainer, io
-        wants_metrics = io.config.log_metrics and trainer.is_global_zero and trainer.loggers
-        self._metrics = SaveMetrics() if wants_metrics else None
-        sinks = [] if self._metrics is None else [self._metrics]
-        self._saver = saver_of(io.config, trainer.global_rank, sinks)
+        self._events = SaveEvents(trainer, io.config)
+        self._saver = saver_of(io.config, self._events.sinks)
         self.pending = Pending(self._saver.after_commit)
         self.is_training = False
         self._patience_secs: float | None = None
@@ -76,7 +75,7 @@ class FitSaves:
         self._asking: Memory | None = None
         self._memories: list[Memory] = []
         self._newest = Outcome()
-        self._memory = SaveMemory()
+        self._memory = memory
         self._to_tell: list[Any] = []
         self._watched = [one for one in trainer.checkpoint_callbacks if watch(one)]
         self._saver.start()
@@ -117,18 +116,19 @@ class FitSaves:
             outcome.end(failure)
             self.pending.end(number, failure)
 
-        if self._metrics is not None:
-            self._metrics.step = self._trainer.global_step
+        self._events.begin()
         saver = self._saver if in_background else None
         try:
             save_training_state(
-                target, build, options=options, saver=saver, on_settled=settled, memory=self._memory
-            )
+                target, build, options=options, saver=saver, on_settled=settled,
+                memory=self._memory, sinks=self._events.sinks,
+            )  # fmt: skip
         except BaseException as error:
             settled(error)
             raise
         if not in_background:
             settled(None)
+            self._events.log()
 
     def _may_go_on(self, target: Path) -> bool:
         return self.is_training and not self._comes_last(target)
@@ -163,7 +163,7 @@ class FitSaves:
         def remove() -> None:
             is_checkpoint = Path(path).is_dir() and not Path(path).is_symlink()
             if run() and is_checkpoint:
-                self._saver.pruned(path, "others are kept")
+                self._saver.pruned(path, OTHERS_KEPT)
 
         if self._trainer.is_global_zero:
             self.pending.remove(path, remove)
@@ -188,7 +188,7 @@ class FitSaves:
             AsyncSaveError: It failed; on every rank at the same batch.
         """
         self._saver.poll()
-        if self._to_tell or (self._metrics is not None and self._metrics.has_rows):
+        if self._to_tell or self._events.has_rows:
             self._tell()
 
     def finish_staging(self) -> None:
@@ -276,14 +276,10 @@ class FitSaves:
 
     def _tell(self) -> None:
         """Tell the loggers what is new: from this thread, as they are not made for others."""
-        rows = [] if self._metrics is None else self._metrics.take()
+        self._events.log()
         callbacks: list[Any] = []
         if self._to_tell and not self._saver.in_flight:
             callbacks, self._to_tell = self._to_tell, []
         for one in self._trainer.loggers:
-            for step, values in rows:
-                one.log_metrics(values, step=step)
-            if rows:
-                one.save()
             for callback in callbacks:
                 one.after_save_checkpoint(weakref.proxy(callback))

@@ -1,21 +1,74 @@
-"""What the Trainer's loggers are told about background saves.
+"""Who is told about the saves of a Trainer: its log, file of events, and loggers.
 
-Here: a sink that keeps numbers until the thread that trains takes them, as loggers are not made for
-other threads. Not here: the events (``dist_ckpt.events``), when loggers are called
-(``_fit_saves``). On rank 0.
+Here: the sinks, and one that keeps numbers for the loggers until the thread that trains takes them,
+as they are not made for other threads. Not here: the events (``dist_ckpt.events``), when loggers
+are called (``_fit_saves``, ``_overrides``).
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from dist_ckpt.events import Committed, Failed, SaveStarted, Staged, Written
+from dist_ckpt.events import Committed, Failed, SaveStarted, Staged, Written, sinks_of
 
 if TYPE_CHECKING:
+    from dist_ckpt.config import DistCkptConfig
     from dist_ckpt.events import Event
 
-__all__ = ["SaveMetrics"]
+__all__ = ["OTHERS_KEPT", "SaveEvents", "SaveMetrics"]
+
+logger = logging.getLogger(__name__)
+
+OTHERS_KEPT = "others are kept"
+"""Why a callback's checkpoint was removed."""
+
+_Save: TypeAlias = "tuple[bool, int]"
+"""Whether it is in the background, and its number."""
+
+
+class SaveEvents:
+    """Where the events of a Trainer's saves go, on one rank.
+
+    Args:
+        trainer: The Trainer.
+        config: The plugin's choices.
+
+    Attributes:
+        sinks: For all of its saves, also in the background.
+    """
+
+    def __init__(self, trainer: Any, config: DistCkptConfig) -> None:
+        """Write nothing yet."""
+        self._trainer = trainer
+        wants_metrics = config.log_metrics and trainer.is_global_zero and trainer.loggers
+        self._metrics = SaveMetrics() if wants_metrics else None
+        extra = [] if self._metrics is None else [self._metrics]
+        self.sinks = sinks_of(config.events_file, trainer.global_rank, extra)
+
+    def begin(self) -> None:
+        """Take note of the step of the save that begins."""
+        if self._metrics is not None:
+            self._metrics.step = self._trainer.global_step
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is something for ``log``."""
+        return self._metrics is not None and self._metrics.has_rows
+
+    def log(self) -> None:
+        """Tell the loggers what is new; one that fails is not the save's trouble."""
+        rows = [] if self._metrics is None else self._metrics.take()
+        if not rows:
+            return
+        for one in self._trainer.loggers:
+            try:
+                for step, values in rows:
+                    one.log_metrics(values, step=step)
+                one.save()
+            except Exception:
+                logger.exception("a logger did not take what saves cost: %s", rows)
 
 
 class SaveMetrics:
@@ -28,8 +81,8 @@ class SaveMetrics:
     def __init__(self) -> None:
         """Know of no save."""
         self.step = 0
-        self._steps: dict[int, int] = {}
-        self._values: dict[int, dict[str, float]] = {}
+        self._steps: dict[_Save, int] = {}
+        self._values: dict[_Save, dict[str, float]] = {}
         self._rows: deque[tuple[int, dict[str, float]]] = deque()
 
     @property
@@ -43,21 +96,22 @@ class SaveMetrics:
 
     def emit(self, event: Event) -> None:
         """Note an event; from any thread, those of one save in their order."""
+        save = event.is_async, event.save
         match event:
             case SaveStarted():
-                self._steps[event.save], self._values[event.save] = self.step, {}
+                self._steps[save], self._values[save] = self.step, {}
             case Staged():
-                self._note(event.save, stall_secs=event.stall_secs)
+                self._note(save, stall_secs=event.stall_secs)
             case Written():
-                self._note(event.save, write_secs=event.secs)
+                self._note(save, write_secs=event.secs)
                 if event.secs > 0:
-                    self._note(event.save, gb_per_sec=event.nbytes / event.secs / 1e9)
+                    self._note(save, gb_per_sec=event.nbytes / event.secs / 1e9)
             case Committed() | Failed():
-                step, values = self._steps.pop(event.save, 0), self._values.pop(event.save, {})
+                step, values = self._steps.pop(save, 0), self._values.pop(save, {})
                 if isinstance(event, Committed):
                     self._rows.append((step, values))
 
-    def _note(self, save: int, **values: float) -> None:
+    def _note(self, save: _Save, **values: float) -> None:
         known = self._values.get(save)
         if known is not None:
             known.update({f"checkpoint/{name}": value for name, value in values.items()})

@@ -22,9 +22,15 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dist_ckpt.derive import load_whole_model, local_state_dict, model_layout
 from dist_ckpt.errors import CheckpointingException, ConfigError, MismatchError
+from dist_ckpt.events import emit_pruned
 from dist_ckpt.recovery import sweep_once
 from dist_ckpt.serialization import all_processes
-from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
+from dist_ckpt.training_state import (
+    CheckpointView,
+    SaveMemory,
+    TrainingState,
+    save_training_state,
+)
 from lightning_dist_ckpt._document import (
     DIRECT,
     EXTRA,
@@ -34,6 +40,7 @@ from lightning_dist_ckpt._document import (
     named_as_in,
 )
 from lightning_dist_ckpt._folders import without_scheme
+from lightning_dist_ckpt._metrics import OTHERS_KEPT, SaveEvents
 from lightning_dist_ckpt._plain import load_whole_optimizer
 from lightning_dist_ckpt._retention import may_go
 from lightning_dist_ckpt._stored import StoredModel, StoredOptimizer
@@ -67,6 +74,7 @@ class Binding:
         state_dict: What Lightning was given as the model's state dict for the save that is being
             prepared: whatever differs from it is a hook's.
         swept: Where this Trainer has looked for what dead saves left.
+        memory: What a save that blocks leaves for the next, until the end of the run.
     """
 
     io: DistCkptIO
@@ -76,6 +84,7 @@ class Binding:
     preemption: Preemption | None = None
     state_dict: dict[str, Any] = field(default_factory=dict)
     swept: set[Path] = field(default_factory=set)
+    memory: SaveMemory = field(default_factory=SaveMemory)
 
 
 class LiveOptimizerState(dict[str, Any]):
@@ -207,7 +216,13 @@ class _Overrides:
         if binding.saves is not None:
             binding.saves.save(target, state)
         else:
-            save_training_state(target, state, options=binding.io.save_options(target))
+            events = SaveEvents(self.lightning_module.trainer, binding.io.config)
+            events.begin()
+            save_training_state(
+                target, state, options=binding.io.save_options(target), memory=binding.memory,
+                sinks=events.sinks,
+            )  # fmt: skip
+            events.log()
 
     def remove_checkpoint(self: Any, filepath: PathLike) -> None:
         """Remove a checkpoint on rank 0.
@@ -239,8 +254,10 @@ class _Overrides:
 
         if saves is not None:
             saves.remove(filepath, remove)
-        else:
-            remove()
+            return
+        is_checkpoint = Path(filepath).is_dir() and not Path(filepath).is_symlink()
+        if remove() and is_checkpoint:
+            emit_pruned(SaveEvents(trainer, binding.io.config).sinks, filepath, OTHERS_KEPT)
 
     # -- load
 
@@ -345,6 +362,7 @@ class _Overrides:
         finally:
             if preemption is not None:
                 preemption.close()
+            binding.memory = SaveMemory()  # it holds where the model was
             _stock(self).teardown()
 
 

@@ -60,10 +60,12 @@ class FormatOrder:
         arena = Arena(len(memory), descriptor=os.dup(staged.descriptor()))
         self._content = unpack(self._data, self._places, [arena])
         arena.close()
-        if self.written is not None:
-            return self.written
-        prepared, assignment, _, options = self._content
-        return write_part(prepared, assignment, self._rank, options)
+        written = self.written
+        if written is None:
+            prepared, assignment, _, options = self._content
+            written = write_part(prepared, assignment, self._rank, options)
+        staged.progress("writing", written.nbytes)
+        return written
 
     def publish(self, reports: Sequence[Written]) -> None:
         """Commit. Rank 0."""

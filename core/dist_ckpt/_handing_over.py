@@ -56,7 +56,7 @@ class HandedOver:
         save: As this process sees it.
         lease: The staging memory, to be released when the worker has written.
         task: Copies that go on; None if all is copied.
-        nbytes: This rank's bytes.
+        nbytes: Bytes that are copied.
         failure: What failed while it was staged; all ranks are told.
     """
 
@@ -97,7 +97,8 @@ def hand_over(planned: PlannedSave, number: int, means: Means) -> HandedOver:
     except BaseException as error:  # noqa: BLE001 - all ranks are told; an interrupt is raised again
         failure = error
         save.abandon(error)
-    return HandedOver(save=save, lease=lease, task=task, nbytes=nbytes, failure=failure)
+    copied = sum(size for _, size in planned.image.names)
+    return HandedOver(save=save, lease=lease, task=task, nbytes=copied, failure=failure)
 
 
 def _nbytes(planned: PlannedSave) -> int:
@@ -253,10 +254,13 @@ def _format_save(
     lease.layout = None
     failure: BaseException | None = None
     order: Order
+    copied = 0
     try:
-        order = (
-            _written_now(pending) if lease.nbytes < nbytes else _staged_order(pending, means, lease)
-        )
+        if lease.nbytes < nbytes:
+            order = _written_now(pending)
+        else:
+            order = _staged_order(pending, means, lease)
+            copied = sum(view.nbytes for view in _source_views(planned))
     except Exception as error:  # noqa: BLE001 - all ranks are told of it
         failure = error
         order = FormatOrder(_without_data(pending), None)
@@ -265,7 +269,7 @@ def _format_save(
         save.abandon(failure)
     else:
         save.all_staged()
-    return HandedOver(save=save, lease=lease, task=None, nbytes=nbytes, failure=failure)
+    return HandedOver(save=save, lease=lease, task=None, nbytes=copied, failure=failure)
 
 
 def _written_now(pending: Any) -> FormatOrder:

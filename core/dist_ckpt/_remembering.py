@@ -1,7 +1,7 @@
 """A save that remembers its plan for the next one.
 
-Here: ``SaveMemory``, and the steps of a synchronous save with it. Not here: planning
-(``_async_saving``), writing and committing (``_saving``). Collective.
+Here: ``SaveMemory``, the steps of a synchronous save with it or without, and what the save tells
+its sinks. Not here: planning (``_async_saving``), writing and committing (``_saving``). Collective.
 
 Most saves of a job have the plan of the one before. Then one small exchange says so, and what is
 left is to write.
@@ -9,23 +9,28 @@ left is to write.
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from dist_ckpt import events
 from dist_ckpt._async_saving import AsyncPlanner, PlannedSave
 from dist_ckpt._formats.base import Written
 from dist_ckpt._formats.manifest import PACKED_INDEX_FILE
 from dist_ckpt._formats.torch_dist.write import write_durably
 from dist_ckpt._live import LiveDescriptions
 from dist_ckpt._publishing import publish, with_dcp_metadata
-from dist_ckpt._saving import Assignment, Coordinator, PendingSave, commit_written, run_save
+from dist_ckpt._saving import Assignment, Coordinator, PendingSave, begin_save, commit_written
 from dist_ckpt.errors import CoordinationError
+from dist_ckpt.events import Committed, Event, Failed, SaveStarted, Staged, emit_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from dist_ckpt._background.orders import Publication
     from dist_ckpt._preparing import SaveRequest
+    from dist_ckpt.events import EventSink
     from dist_ckpt.options import SaveOptions
     from dist_ckpt.types import Communicator
 
@@ -44,6 +49,12 @@ class SaveMemory:
         self.descriptions = LiveDescriptions()
         self.planner = AsyncPlanner()
         self._published: tuple[Mapping[str, bytes], dict[str, bytes]] = ({}, {})
+        self._count = 0
+
+    def count(self) -> int:
+        """Return the number of the save that begins, 1 for the first."""
+        self._count += 1
+        return self._count
 
     def documents(self, publication: Publication) -> dict[str, bytes]:
         """Return all documents of a save; DCP's is made once for each index."""
@@ -69,30 +80,104 @@ def run_remembered(
     options: SaveOptions,
     *,
     check_coverage: bool,
+    sinks: Iterable[EventSink] = (),
 ) -> None:
-    """Save collectively, as ``_saving.run_save``, with the plan of the save before if it fits."""
+    """Save collectively, with the plan of the save before if it fits.
+
+    On any failure nothing is committed and every rank raises. ``build`` makes this rank's request
+    inside the first exchange, so that what it raises on one rank is raised on all. ``sinks`` take
+    the events that a background save has.
+    """
+    report = _Report(tuple(sinks), target, comm.rank, 1 if memory is None else memory.count())
+    pending: PendingSave | None = None
+    try:
+        pending, write = _planned(
+            memory, build, target, comm, options, check_coverage=check_coverage
+        )
+        report.planned()
+        write()
+        report.wrote(pending.written)
+        pending.commit()
+    except BaseException as error:
+        report.end(error)
+        raise
+    report.end(None)
+
+
+class _Report:
+    """What a save that blocks tells its sinks.
+
+    How long it has blocked is known at its end only, and comes before what was written, as in a
+    background save: all but the first event are emitted then.
+    """
+
+    def __init__(self, sinks: tuple[EventSink, ...], target: Path, rank: int, number: int) -> None:
+        """Tell that it starts."""
+        self._sinks = sinks
+        self._common: Any = {"path": str(target), "rank": rank, "save": number, "is_async": False}
+        self._asked = self._begun = time.monotonic()
+        self._phase = "planning"
+        self._written: events.Written | None = None
+        emit_to(sinks, SaveStarted(**self._common))
+
+    def planned(self) -> None:
+        """From now on it is written."""
+        self._begun, self._phase = time.monotonic(), "writing"
+
+    def wrote(self, written: Written | BaseException | None) -> None:
+        """Take what this rank has written, or why it has not: the commit tells all ranks."""
+        if isinstance(written, Written):
+            secs = time.monotonic() - self._begun
+            self._written = events.Written(**self._common, secs=secs, nbytes=written.nbytes)
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell how it ended."""
+        secs, found = time.monotonic() - self._asked, list[Event]()
+        if self._phase != "planning":
+            found.append(
+                Staged(**self._common, stall_secs=secs, wait_secs=0.0, copy_secs=0.0, nbytes=0)
+            )
+        if self._written is not None:
+            found.append(replace(self._written, time=time.time()))
+        if error is None:
+            nbytes = 0 if self._written is None else self._written.nbytes
+            found.append(Committed(**self._common, secs=secs, nbytes=nbytes))
+        else:
+            told = str(error) or repr(error)
+            found.append(Failed(**self._common, secs=secs, phase=self._phase, error=told))
+        for event in found:
+            emit_to(self._sinks, event)
+
+
+def _planned(
+    memory: SaveMemory | None,
+    build: Callable[[], SaveRequest],
+    target: Path,
+    comm: Communicator,
+    options: SaveOptions,
+    *,
+    check_coverage: bool,
+) -> tuple[PendingSave, Callable[[], None]]:
+    """Return a planned save, and what writes this rank's part and keeps the result. Collective."""
     if memory is None:
-        run_save(build, target, comm, options, check_coverage=check_coverage)
-        return
+        pending = begin_save(build, target, comm, options, check_coverage=check_coverage)
+        return pending, pending.write
     planned = memory.planner.plan(
         build, target, comm, options,
         check_coverage=check_coverage, serve=lambda: None, number=0,
     )  # fmt: skip
-    coordinator = Coordinator(attempt=planned.attempt)
     if planned.pending is not None:
         pending, coordinator = planned.pending, planned.pending.coordinator
         pending.finish = lambda written: commit_written(
             written, pending.prepared, coordinator, options
         )
-        pending.write()
-    else:
-        pending = PendingSave(
-            f"writing {target}", comm, options, planned.prepared,
-            Assignment(planned.directory, (), passes_on=False), coordinator,
-            lambda written: _publish(planned, written, memory),
-        )  # fmt: skip
-        pending.keep(lambda: _written(planned, options, comm.rank))
-    pending.commit()
+        return pending, pending.write
+    pending = PendingSave(
+        f"writing {target}", comm, options, planned.prepared,
+        Assignment(planned.directory, (), passes_on=False), Coordinator(attempt=planned.attempt),
+        lambda written: _publish(planned, written, memory),
+    )  # fmt: skip
+    return pending, lambda: pending.keep(lambda: _written(planned, options, comm.rank))
 
 
 def _written(planned: PlannedSave, options: SaveOptions, rank: int) -> Written:

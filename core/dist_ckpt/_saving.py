@@ -60,7 +60,6 @@ __all__ = [
     "pass_on",
     "plan_work",
     "proven",
-    "run_save",
     "write_part",
 ]
 
@@ -199,24 +198,6 @@ class PendingSave:
             raise
 
 
-def run_save(
-    build: Callable[[], SaveRequest],
-    target: Path,
-    comm: Communicator,
-    options: SaveOptions,
-    *,
-    check_coverage: bool,
-) -> None:
-    """Save collectively; on any failure nothing is committed and every rank raises.
-
-    ``build`` makes this rank's request inside the first exchange, so that what it raises on one
-    rank is raised on all.
-    """
-    pending = begin_save(build, target, comm, options, check_coverage=check_coverage)
-    pending.write()
-    pending.commit()
-
-
 def begin_save(
     build: Callable[[], SaveRequest],
     target: Path,
@@ -225,7 +206,11 @@ def begin_save(
     *,
     check_coverage: bool,
 ) -> PendingSave:
-    """Plan a save and open its attempt; arguments as for ``run_save``. Collective."""
+    """Plan a save and open its attempt. Collective.
+
+    ``build`` makes this rank's request inside the first exchange, so that what it raises on one
+    rank is raised on all.
+    """
     prepared = functools.cache(lambda: prepare(build(), comm.rank))
     coordinator = Coordinator()
 

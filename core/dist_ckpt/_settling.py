@@ -314,7 +314,7 @@ class Settler:
                 save.handed.task.abandon()  # nobody writes into the memory that goes back
             save.handed.lease.release()
         secs = time.monotonic() - save.started
-        nbytes = save.handed.nbytes if save.handed is not None else 0
+        nbytes = save.handed.save.nbytes if save.handed is not None else 0
         path, rank = str(save.path), save.comm.rank
         event: Event
         if failure is None:

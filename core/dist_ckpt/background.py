@@ -42,8 +42,6 @@ from dist_ckpt.events import (
     Event,
     EventSink,
     Failed,
-    JsonLinesSink,
-    LoggingSink,
     Pruned,
     SaveStarted,
     Staged,
@@ -507,7 +505,7 @@ class BackgroundSaver:
 
         def written(done: Future[float]) -> None:
             if "written" in handed.save.timings:
-                emit(Written(**common, secs=done.result(), nbytes=handed.nbytes))
+                emit(Written(**common, secs=done.result(), nbytes=handed.save.nbytes))
 
         if handed.task is None:
             staged(handed.failure)
@@ -551,21 +549,13 @@ class BackgroundSaver:
             )
 
 
-def saver_of(
-    config: DistCkptConfig, rank: int, extra_sinks: Iterable[EventSink] = ()
-) -> BackgroundSaver:
+def saver_of(config: DistCkptConfig, sinks: Iterable[EventSink]) -> BackgroundSaver:
     """Return the saver that a configuration asks for.
 
     Args:
         config: With ``async_save``.
-        rank: Of this process; ranks other than 0 write event files of their own.
-        extra_sinks: Beside the log and the file of events.
+        sinks: Take the events of every save, see ``events.sinks_of``.
     """
-    sinks: list[EventSink] = [LoggingSink(), *extra_sinks]
-    if config.events_file is not None:
-        path = Path(config.events_file)
-        name = path if rank == 0 else path.with_name(f"{path.stem}-{rank}{path.suffix}")
-        sinks.append(JsonLinesSink(name))
     mib = config.staging_budget_mib
     options = BackgroundOptions(
         worker=config.worker,

@@ -1,8 +1,8 @@
 """What saves tell about themselves: typed events, and sinks that take them.
 
 Here: one event per doorway a save passes, with seconds and bytes; the ``EventSink`` port; a sink
-that logs and one that appends JSON lines. Not here: who emits (``background``), metrics of a
-framework's logger (the adapters).
+that logs and one that appends JSON lines. Not here: who emits (``background``; ``_remembering`` for
+saves that block), metrics of a framework's logger (the adapters).
 
 A sink is told on the thread where the thing happens, the training thread among them: it must be
 quick. What a sink raises is logged and never reaches a save (``emit_to``).
@@ -36,8 +36,10 @@ __all__ = [
     "Skipped",
     "Staged",
     "Written",
+    "emit_pruned",
     "emit_to",
     "json_line",
+    "sinks_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,8 @@ class Event:
     Attributes:
         path: The checkpoint, as it was named.
         rank: Who tells.
-        save: Number of the save in its saver.
+        save: Number of the save: in its saver, or among those that block with one ``SaveMemory``;
+            0 for what was not done by one.
         is_async: Whether it is written in the background.
         time: When it happened, in seconds of the Unix clock; now if not given.
     """
@@ -71,11 +74,14 @@ class SaveStarted(Event):
 class Staged(Event):
     """The caller may change the state again.
 
+    A save that blocks has this event, too: once it has ended, and before it says how.
+
     Attributes:
-        stall_secs: How long the caller was blocked in all.
+        stall_secs: How long the caller was blocked in all: for the whole of a save that blocks.
         wait_secs: Of these, how long for saves before this one.
-        copy_secs: How long the copy took; with overlap, more than the caller was blocked for it.
-        nbytes: Bytes copied on this rank.
+        copy_secs: How long the copy took; with overlap, more than the caller was blocked for it. 0
+            for a save that blocks.
+        nbytes: Bytes copied on this rank; 0 for a save that blocks.
     """
 
     stall_secs: float
@@ -90,7 +96,7 @@ class Written(Event):
 
     Attributes:
         secs: From the first byte to the last sync.
-        nbytes: Bytes of this rank's files.
+        nbytes: Bytes of this rank's files; 0 if a strategy does not say which these are.
     """
 
     secs: float
@@ -180,6 +186,30 @@ def emit_to(sinks: Iterable[EventSink], event: Event) -> None:
             logger.warning("%r: lost %s.", sink, type(event).__name__, exc_info=True)
 
 
+def emit_pruned(sinks: Iterable[EventSink], path: PathLike, reason: str) -> None:
+    """Tell each sink that rank 0 has removed a checkpoint, other than behind a background save."""
+    event = Pruned(path=os.fspath(path), rank=0, save=0, is_async=False, reason=reason)
+    emit_to(sinks, event)
+
+
+def sinks_of(
+    events_file: PathLike | None, rank: int, extra: Iterable[EventSink] = ()
+) -> tuple[EventSink, ...]:
+    """Return where the events of a job's saves go: the log, ``extra``, and the file of events.
+
+    Args:
+        events_file: None for no file; ranks other than 0 write files of their own beside it.
+        rank: Of this process.
+        extra: Further sinks.
+    """
+    sinks: list[EventSink] = [LoggingSink(), *extra]
+    if events_file is not None:
+        path = Path(events_file)
+        name = path if rank == 0 else path.with_name(f"{path.stem}-{rank}{path.suffix}")
+        sinks.append(JsonLinesSink(name))
+    return tuple(sinks)
+
+
 def json_line(event: Event) -> bytes:
     """Return an event as one line of ASCII JSON: ``event`` is its class, then all of its fields.
 
@@ -261,7 +291,7 @@ class LoggingSink:
     def __init__(self) -> None:
         """Know of no save yet."""
         self._lock = threading.Lock()
-        self._stalls: dict[tuple[str, int, int], float] = {}
+        self._stalls: dict[tuple[str, int, int, bool], float] = {}
 
     def emit(self, event: Event) -> None:
         """Log one event. Not collective."""
@@ -275,7 +305,7 @@ class LoggingSink:
 
     def _stall(self, event: Event) -> float | None:
         """Return for how long the caller was blocked by the save of a commit, if that is known."""
-        key = event.path, event.rank, event.save
+        key = event.path, event.rank, event.save, event.is_async
         with self._lock:
             if isinstance(event, Staged):
                 self._stalls[key] = event.stall_secs

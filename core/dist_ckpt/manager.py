@@ -36,7 +36,7 @@ from dist_ckpt._remembering import run_remembered
 from dist_ckpt._searching import checked_level
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.errors import CheckpointingException, CheckpointNotFoundError, ConfigError
-from dist_ckpt.events import LoggingSink, Pruned, emit_to
+from dist_ckpt.events import LoggingSink, emit_pruned
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path
 from dist_ckpt.recovery import forget_owner, newest_good, record_owner, sweep
 from dist_ckpt.serialization import StrictHandling, load
@@ -84,7 +84,8 @@ class CheckpointManager:
         verify_newest: How closely a checkpoint is looked at before it counts as the newest.
         sweep_after_secs: How old leftovers of dead saves must be for the first save to remove them,
             see ``recovery.sweep``; None to leave them.
-        sinks: Take the events of saves in the background, and of what is skipped and removed.
+        sinks: Take the events of saves, and of what is skipped and removed, as the log does. A
+            saver that is given has its own for its saves.
 
     Raises:
         ConfigError: ``async_save`` and ``saver``; an ``include_dir``, which is one save's own; or a
@@ -111,7 +112,7 @@ class CheckpointManager:
         self._save_options = save_options or SaveOptions()
         self._memory = SaveMemory()
         self._load_options = load_options or LoadOptions()
-        self._communicator, self._sinks = communicator, tuple(sinks)
+        self._communicator, self._sinks = communicator, (LoggingSink(), *sinks)
         self._sweep_after_secs = sweep_after_secs
         self._own_saver: BackgroundSaver | None = None
         self._given_saver, self._is_async = saver, async_save
@@ -254,7 +255,7 @@ class CheckpointManager:
         if not isinstance(state, dict):
             save_training_state(
                 target, state, options=options, communicator=comm, saver=saver,
-                on_settled=lambda _: discard(), memory=self._memory,
+                on_settled=lambda _: discard(), memory=self._memory, sinks=self._sinks,
             )  # fmt: skip
         elif saver is None:
             run_remembered(
@@ -264,6 +265,7 @@ class CheckpointManager:
                 comm,
                 options,
                 check_coverage=options.verify_sharding,
+                sinks=self._sinks,
             )
         else:
             fmt = new_format(*options.format)
@@ -415,8 +417,7 @@ class CheckpointManager:
             if saver is not None:
                 saver.pruned(path, _REASON)
             if saver is None or saver is self._given_saver:  # which has sinks of its own
-                common = {"path": str(path), "rank": 0, "save": 0, "is_async": False}
-                emit_to(self._sinks, Pruned(**common, reason=_REASON))  # type: ignore[arg-type]  # as it says
+                emit_pruned(self._sinks, path, _REASON)
         return removed
 
     def close(self) -> None:
@@ -438,9 +439,8 @@ class CheckpointManager:
 
     def _saver(self) -> BackgroundSaver | None:
         if self._is_async and self._own_saver is None and not self._is_closed:
-            sinks = (LoggingSink(), *self._sinks)
             timeout_secs = self._save_options.timeout_secs
-            self._own_saver = BackgroundSaver(sinks=sinks, timeout_secs=timeout_secs)
+            self._own_saver = BackgroundSaver(sinks=self._sinks, timeout_secs=timeout_secs)
         return self.saver
 
     def _settle(self) -> None:

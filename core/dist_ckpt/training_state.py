@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from dist_ckpt._formats.documents import CheckpointContents
     from dist_ckpt.background import BackgroundSaver
     from dist_ckpt.derive import ModelLayout
+    from dist_ckpt.events import EventSink
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
 
 __all__ = [
@@ -111,6 +112,7 @@ def save_training_state(
     saver: BackgroundSaver | None = None,
     on_settled: Callable[[BaseException | None], None] | None = None,
     memory: SaveMemory | None = None,
+    sinks: Iterable[EventSink] = (),
 ) -> None:
     """Save a job's state as one checkpoint directory. Collective.
 
@@ -125,6 +127,7 @@ def save_training_state(
             what failed.
         memory: What the save before has left for this one, and this one leaves for the next: the
             plan is made anew only if something about it has changed. A saver has its own.
+        sinks: Take the events of this save, of this rank. A saver has its own.
 
     Raises:
         CheckpointingException: On every rank, whatever failed on any; nothing is committed then.
@@ -150,7 +153,7 @@ def save_training_state(
 
     target, coverage = path_to_tell(checkpoint_dir), options.verify_sharding
     if saver is None:
-        run_remembered(memory, build, target, comm, options, check_coverage=coverage)
+        run_remembered(memory, build, target, comm, options, check_coverage=coverage, sinks=sinks)
         return
     saver.submit(
         build, target, options=options, communicator=comm, check_coverage=coverage,
@@ -544,6 +547,7 @@ def save_model_and_optimizer(
     common: StateDict | None = None,
     options: SaveOptions | None = None,
     saver: BackgroundSaver | None = None,
+    sinks: Iterable[EventSink] = (),
 ) -> None:
     """Save one model and its optimizer, however they are sharded. Collective.
 
@@ -554,10 +558,11 @@ def save_model_and_optimizer(
         common: Further values, equal on all ranks.
         options: Further choices.
         saver: Writes the checkpoint while training goes on, see ``save_training_state``.
+        sinks: Take the events of this save, likewise.
     """
     optimizers = [] if optimizer is None else [optimizer]
     state = TrainingState(models=[model], optimizers=optimizers, common=common or {})
-    save_training_state(checkpoint_dir, state, options=options, saver=saver)
+    save_training_state(checkpoint_dir, state, options=options, saver=saver, sinks=sinks)
 
 
 def load_model_and_optimizer(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import logging
 import os
 import pickle
@@ -11,18 +13,22 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import ProjectConfiguration
 
 from accelerate_dist_ckpt import DistCkptIO
 from dist_ckpt.errors import (
     AsyncSaveError,
     BarrierTimeoutError,
     ConfigError,
+    StorageError,
 )
+from dist_ckpt.storage.local import LocalStore
 from dist_ckpt.training_state import is_checkpoint
 from tests.accelerate._async_jobs import async_job, fail_one, loaded_from, wait_settled
 from tests.accelerate._jobs import (
@@ -253,6 +259,45 @@ def test_trackers_are_told_what_a_save_costs(tmp_path: Path) -> None:
     assert len(tracker.told) == count + 2
 
 
+def test_saves_that_block_tell_the_same(tmp_path: Path) -> None:
+    """Trackers and file of events hear of each save, also of one that fails, and of removals."""
+    events, rows = {}, {}
+    for is_async in (False, True):
+        folder = tmp_path / str(is_async)
+        file = folder / "events.jsonl"
+        io = DistCkptIO(async_save=is_async, worker="thread", events_file=str(file))
+        config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=1)
+        job, tracker = build(seed=1, io=io, project_config=config), Tracker()
+        job.accelerator.trackers = [tracker]
+        boom = StorageError("full")
+        for number in range(3):
+            broken = (
+                contextlib.nullcontext()
+                if number != 1
+                else mock.patch.multiple(
+                    LocalStore,
+                    write=mock.Mock(side_effect=boom),
+                    writer=mock.Mock(side_effect=boom),
+                )
+            )
+            with broken, contextlib.suppress(AsyncSaveError, StorageError):
+                job.accelerator.save_state()
+                job.handle._registration.drain()
+        rows[is_async] = [tuple(values) for values, _ in tracker.told]
+        job.accelerator.end_training()
+        rows[is_async] = [tuple(values) for values, _ in tracker.told]
+        told = [json.loads(line) for line in file.read_text().splitlines()]
+        events[is_async] = [
+            (one["event"], None if one["event"] == "Staged" else one.get("nbytes")) for one in told
+        ]
+    assert rows[False] == rows[True]
+    assert len(rows[False]) == 5  # two of a save, one of that which failed
+    assert events[False] == events[True]
+    whole = ["SaveStarted", "Staged", "Written", "Committed"]
+    failed = ["SaveStarted", "Staged", "Failed"]
+    assert [name for name, _ in events[False]] == [*whole, *failed, *whole, "Pruned"]
+
+
 def test_no_metrics_if_not_wanted(tmp_path: Path) -> None:
     """log_metrics=False: trackers hear of the user's values only."""
     job, tracker = tracked_job(tmp_path, log_metrics=False)
@@ -308,11 +353,10 @@ def test_the_choices_come_from_yaml_and_the_environment(
 def test_without_async_save_no_worker_is_started(tmp_path: Path) -> None:
     """Nor with it, where checkpoints are Accelerate's own."""
     before = traces()
-    job = build(seed=1, io=DistCkptIO(events_file=str(tmp_path / "events.jsonl")))
+    job = build(seed=1, io=DistCkptIO())
     job.accelerator.save_state(tmp_path / "ckpt")
     build(io=DistCkptIO(async_save=True, enabled=False))
     assert traces() == before
-    assert not (tmp_path / "events.jsonl").exists()
 
 
 def test_an_io_holds_choices_only(tmp_path: Path) -> None:

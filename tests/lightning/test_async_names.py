@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 
-from dist_ckpt.errors import AsyncSaveError
+from dist_ckpt.errors import AsyncSaveError, StorageError
 from dist_ckpt.training_state import is_checkpoint
 from tests.faults._leaks import no_leaks
 from tests.lightning._flight import (
@@ -311,6 +312,71 @@ def test_loggers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, log_metrics
             f"checkpoint/{name}" for name in ("stall_secs", "write_secs", "gb_per_sec")
         }
         assert all(value > 0 for value in values.values())
+
+
+def told_in(file: Path) -> list[tuple[Any, ...]]:
+    """Return name, checkpoint, save and written bytes of each event, save by save; then removals."""
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    events.sort(key=lambda one: one["event"] == "Pruned")
+    return [
+        (
+            one["event"],
+            Path(one["path"]).name,
+            0 if one["event"] == "Pruned" else one["save"],
+            None if one["event"] == "Staged" else one.get("nbytes"),
+        )
+        for one in events
+    ]
+
+
+def test_saves_that_block_tell_the_same(tmp_path: Path) -> None:
+    """File of events and loggers hear of each save and removal; also of one that fails."""
+    files, rows = [], []
+    for is_async in (False, True):
+        folder = tmp_path / str(is_async)
+        logger = Watching(folder / "logs")
+        files.append(folder / "events.jsonl")
+        make_async(
+            "single", folder,
+            {"async_save": is_async, "worker": "thread", "events_file": str(files[-1])},
+            callbacks=[ModelCheckpoint(folder / "c", "{step}", every_n_train_steps=2)],
+            logger=logger,
+        ).fit(Tiny(), loader())  # fmt: skip
+        rows.append([(step, set(values)) for step, values in logger.rows])
+        assert all(value > 0 for _, values in logger.rows for value in values.values())
+    blocking, background = map(told_in, files)
+    assert blocking == background
+    assert [one[0] for one in blocking[4:8]] == ["SaveStarted", "Staged", "Written", "Committed"]
+    assert [one[1] for one in blocking if one[0] == "Pruned"] == ["step=2.ckpt", "step=4.ckpt"]
+    assert rows[0] == rows[1]
+    assert [step for step, _ in rows[0]] == [2, 4, 6]
+
+
+def test_a_save_that_blocks_and_fails_is_told(tmp_path: Path) -> None:
+    """As Failed, with the phase; a logger that fails is no reason."""
+
+    class Full(CSVLogger):
+        def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+            raise OSError(f"no room for {metrics} of {step}")
+
+    events = tmp_path / "events.jsonl"
+    trainer = make_async(
+        "single", tmp_path, {"async_save": False, "events_file": str(events)}, max_steps=1,
+        enable_checkpointing=False, logger=Full(tmp_path / "logs"),
+    )  # fmt: skip
+    trainer.fit(Tiny(), loader())
+    trainer.save_checkpoint(tmp_path / "good.ckpt")
+    with (
+        mock.patch("dist_ckpt.storage.local.LocalStore.write", side_effect=StorageError("full")),
+        pytest.raises(StorageError),
+    ):
+        trainer.save_checkpoint(tmp_path / "bad.ckpt")
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [one["event"] for one in told] == [
+        "SaveStarted", "Staged", "Written", "Committed", "SaveStarted", "Staged", "Failed",
+    ]  # fmt: skip
+    assert [one["save"] for one in told] == [1] * 4 + [2] * 3
+    assert told[-1]["phase"] == "writing"
 
 
 class Own(ModelCheckpoint):

@@ -297,7 +297,7 @@ def test_saves_that_never_end_are_not_remembered_forever() -> None:
         sink.emit(staged(save=save))
 
     assert len(sink._stalls) == LoggingSink._MOST_KEPT
-    assert ("/c/step-3", 0, 999) in sink._stalls
+    assert ("/c/step-3", 0, 999, True) in sink._stalls
 
 
 # ------------------------------------------------------------------------------------ telling all

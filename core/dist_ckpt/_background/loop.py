@@ -197,7 +197,7 @@ class WorkerLoop:
         now = time.time()
         if failure is None:
             timings["written"] = now
-        self._tell(Written(begin.number, now - timings["begun"], dict(timings)))
+        self._tell(Written(begin.number, now - timings["begun"], dict(timings), save.nbytes))
         error: CheckpointingException | None = None
         packed = b""
         try:

@@ -161,11 +161,19 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The worker reads nothing of this save's memory any more, however that ended."""
+    """The worker reads nothing of this save's memory any more, however that ended.
+
+    Attributes:
+        number: Which save.
+        secs: How long writing took.
+        timings: Unix times by name.
+        nbytes: Bytes that were written.
+    """
 
     number: int
     secs: float
     timings: Mapping[str, float] = field(default_factory=dict)
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

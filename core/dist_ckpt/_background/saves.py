@@ -50,6 +50,7 @@ class WorkerSave:
         outcome: None, or the report of an order that does not commit; or what failed.
         timings: Unix times by name: ``begun``, ``first_write``, ``written``, ``committed``; each
             only if it came so far. ``written`` is there when the future of that name ends.
+        nbytes: Bytes of the files that were written; known when ``written`` ends.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class WorkerSave:
         self.written: Future[float] = Future()
         self.outcome: Future[Any] = Future()
         self.timings: dict[str, float] = {}
+        self.nbytes = 0
         self._order, self._point, self._send = order, point, send
         self._began = time.monotonic()
         self._changed = threading.Condition()
@@ -123,6 +125,7 @@ class WorkerSave:
                     self._changed.notify_all()
             case Written():
                 self.timings |= message.timings
+                self.nbytes = message.nbytes
                 self._set_written(message.secs)
             case Ended():
                 self.timings |= message.timings

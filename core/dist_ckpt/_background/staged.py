@@ -101,6 +101,7 @@ class StagedSave:
             arena.join()
         self.failure: RankFailure | None = None
         self.is_all_staged = False
+        self.nbytes = 0  # that are written
         self._tell, self._note, self._timeout_secs = tell, note, timeout_secs
         self._view: memoryview | None = None
         self._runs: deque[Run] = deque()
@@ -137,6 +138,7 @@ class StagedSave:
 
     def progress(self, phase: str, nbytes: int) -> None:
         """Note what is being done."""
+        self.nbytes = nbytes
         self._note(f"{phase} {self.begin.target}", nbytes)
 
     # -- what the loop does ------------------------------------------------------------------------

@@ -109,6 +109,11 @@ class Written:
     files: Mapping[str, FileSum] | None
     results: Sized = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the files; 0 if the format does not tell of them."""
+        return sum(one.nbytes for one in (self.files or {}).values())
+
 
 class SaveFormat(Protocol):
     """How a state dict is laid out in a directory.

@@ -36,9 +36,9 @@ class DistCkptConfig(BaseModel):
         staging_budget_mib: Most memory for a copy, in MiB, on each rank and for each save in
             flight; what is larger is streamed through it. None for what there is.
         drain_timeout_secs: How long to wait at the end for what is in flight.
-        events_file: Where to append what happens to saves, as JSON lines; ranks other than 0 put
-            their number into the name.
-        log_metrics: Whether the framework's loggers get stall, writing time and speed.
+        events_file: Where to append what happens to saves, in the background or not, as JSON lines;
+            ranks other than 0 put their number into the name.
+        log_metrics: Whether the framework's loggers get stall, writing time and speed of each save.
         page_cache: Whether the pages of a checkpoint stay in the page cache when it is on disk, so
             that a restart on the same host reads memory; ``auto`` keeps the newest one if it is
             small against the memory that is available.
