@@ -71,8 +71,8 @@ class DistCkptIO(CheckpointIO):
         staging_budget_mib: Most memory for a copy, in MiB, on each rank and for each save in
             flight; what is larger is streamed through it.
         drain_timeout_secs: How long the end of a fit waits for what is in flight.
-        events_file: Where to append what happens to saves of both kinds, as JSON lines; ranks other than 0 put
-            their number into the name.
+        events_file: Where to append what happens to saves of both kinds, as JSON lines; ranks
+            other than 0 put their number into the name.
         log_metrics: Whether the Trainer's loggers get stall, writing time and speed of each save.
         page_cache: Whether the pages of a checkpoint stay in the page cache when it is on disk, so
             that a restart on the same host reads memory; ``auto`` keeps the newest one if it is
