@@ -290,7 +290,9 @@ class _Overrides:
             )
             return whole
         if stock:
-            native: dict[str, Any] = _stock(self).load_checkpoint(found, weights_only=weights_only)
+            # Only what was asked for: Lightning 2.4 and 2.5 know no `weights_only`.
+            asked = {} if weights_only is None else {"weights_only": weights_only}
+            native: dict[str, Any] = _stock(self).load_checkpoint(found, **asked)
             return native
         if self.lightning_module.trainer.state.fn == "fit" and path.is_symlink():
             binding.resumed_from = path.resolve()

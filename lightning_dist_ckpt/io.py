@@ -234,9 +234,10 @@ class DistCkptIO(CheckpointIO):
             )
         if not self.config.enabled or is_stock(path):
             stock = TorchCheckpointIO()
-            if map_location is None:
-                return stock.load_checkpoint(os.fspath(path), weights_only=weights_only)
-            return stock.load_checkpoint(os.fspath(path), map_location, weights_only)
+            # Only what was asked for: Lightning 2.4 and 2.5 know no `weights_only`.
+            given = {"map_location": map_location, "weights_only": weights_only}
+            asked: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
+            return stock.load_checkpoint(os.fspath(path), **asked)
         return whole_checkpoint(
             Path(without_scheme(path)), self.load_options(weights_only=weights_only)
         )
