@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch.distributed as dist
 
+from dist_ckpt.barriers import group_store
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def attend(
         return "all"
     world = dist.group.WORLD
     assert world is not None  # noqa: S101 - is_initialized() says so
-    store = _Keys(world.get_group_store())
+    store = _Keys(group_store(world))
     if dist.get_rank() == 0:
         return _Host(store, target).receive(lone_rank_timeout_secs, sharded=sharded)
     guest = _Guest(store, dist.get_rank(), target)

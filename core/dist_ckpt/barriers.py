@@ -1,6 +1,7 @@
 """Where the ranks of a checkpointer meet.
 
-Here: ``Barrier`` and the two of ours, which a writer also commits through. Not here: exchanges
+Here: ``Barrier`` and the two of ours, which a writer also commits through; and ``group_store``, the
+key-value store of a process group under every torch that we support. Not here: exchanges
 (``_comm``). The names are those of torch's ``_experimental`` checkpointer (torch 2.13).
 """
 
@@ -10,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dist_ckpt._comm import default_communicator
+from dist_ckpt._comm import default_communicator, group_store
 from dist_ckpt.errors import ConfigError, CoordinationError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "MeetingBarrier",
     "TCPStoreBarrier",
     "create_barrier_from_config",
+    "group_store",
     "register_barrier",
 ]
 

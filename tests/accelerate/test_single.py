@@ -333,6 +333,7 @@ def test_a_program_that_only_evaluates_needs_no_optimizer(tmp_path: Path) -> Non
     assert differing(dict(expected), dict(model.state_dict())) == []
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # SequentialLR of torch 2.8
 def test_schedulers_keep_the_classes_of_their_state(tmp_path: Path) -> None:
     """MultiStepLR after a warm-up asks its Counter for more than a dict can."""
     rates = []

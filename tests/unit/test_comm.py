@@ -24,6 +24,7 @@ from dist_ckpt import (
 from dist_ckpt._comm import SingleCommunicator, default_communicator
 from dist_ckpt._comm.failures import describe_failure, merged_error
 from dist_ckpt._comm.store import StoreCommunicator
+from dist_ckpt.barriers import group_store
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailedError
 from dist_ckpt.testing import RankErrors, ThreadWorld
 from dist_ckpt.types import Communicator
@@ -309,3 +310,18 @@ def test_a_wrong_path_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
         assert len(told) == 1
         assert "None" in told[0]
     assert load_plain_tensors(tmp_path / "b")["x"].tolist() == [1, 1]
+
+
+def test_store_of_a_group_that_cannot_be_asked() -> None:
+    """Without ``ProcessGroup.get_group_store``, as in torch 2.8, it is the same keys and values."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        world: Any = dist.group.WORLD
+        group_store(world).set("key", "value")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(dist.ProcessGroup, "get_group_store", raising=False)
+            found = group_store(world).get("key")
+    finally:
+        dist.destroy_process_group()
+
+    assert found == b"value"

@@ -264,6 +264,7 @@ def test_hooks_of_the_optimizer_run() -> None:
     assert seen == [target]
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8
 def test_lbfgs_state_is_kept() -> None:
     """Lists, numbers and tensors longer than the parameter come back."""
     model = nn.Linear(3, 2)

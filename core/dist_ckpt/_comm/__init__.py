@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt._comm.single import SingleCommunicator
-    from dist_ckpt._comm.torch_dist import default_communicator, group_communicator
+    from dist_ckpt._comm.torch_dist import default_communicator, group_communicator, group_store
 
 _HOME = {
     "SingleCommunicator": "single",
     "default_communicator": "torch_dist",
     "group_communicator": "torch_dist",
+    "group_store": "torch_dist",
 }
 
-__all__ = ["SingleCommunicator", "default_communicator", "group_communicator"]
+__all__ = ["SingleCommunicator", "default_communicator", "group_communicator", "group_store"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dist_ckpt._comm.store import StoreCommunicator
-from dist_ckpt._comm.torch_dist import default_communicator
+from dist_ckpt._comm.torch_dist import default_communicator, group_store
 from dist_ckpt.errors import ConfigError, CoordinationError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def find_meeting(*, rank: int, size: int, timeout_secs: float) -> tuple[MeetingP
 
 def _tcp_store_of_group() -> Any:
     world = dist.group.WORLD
-    store: Any = world.get_group_store() if world is not None else None
+    store: Any = group_store(world) if world is not None else None
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store if isinstance(store, TCPStore) else None

@@ -1,6 +1,7 @@
 """Ranks of torch.distributed: picks the store and the ranks of the default process group.
 
-Here: the choice of a communicator. Not here: the exchange itself (``_comm.store``).
+Here: the store of a group, and the choice of a communicator. Not here: the exchange itself
+(``_comm.store``).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from dist_ckpt._comm.store import StoreCommunicator
 from dist_ckpt.errors import CoordinationError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
     from dist_ckpt.types import Communicator
 
-__all__ = ["DEFAULT_TIMEOUT_SECS", "default_communicator", "group_communicator"]
+__all__ = ["DEFAULT_TIMEOUT_SECS", "default_communicator", "group_communicator", "group_store"]
 
 DEFAULT_TIMEOUT_SECS = 1800.0
 
@@ -26,20 +28,31 @@ DEFAULT_TIMEOUT_SECS = 1800.0
 def default_communicator(*, timeout_secs: float = DEFAULT_TIMEOUT_SECS) -> Communicator:
     """Return the communicator of all ranks of the job, or of this process alone.
 
-    Not collective: nothing is exchanged yet. The default group's store is asked for through
-    ``ProcessGroup.get_group_store``; each group has a store of its own, so a new group after
-    ``destroy_process_group`` starts a new sequence.
+    Not collective: nothing is exchanged yet. Each group has a store of its own, so a new group
+    after ``destroy_process_group`` starts a new sequence.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return SingleCommunicator()
     world = dist.group.WORLD
     assert world is not None  # noqa: S101 - is_initialized() says so
     return StoreCommunicator(
-        world.get_group_store(),
+        group_store(world),
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         timeout_secs=timeout_secs,
     )
+
+
+def group_store(group: ProcessGroup) -> Store:
+    """Return the key-value store of a process group. Not collective."""
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    # torch 2.8 has no such method: it keeps the store beside the group, in a private table.
+    from torch.distributed.distributed_c10d import (  # noqa: PLC0415 - newer ones may drop it
+        _get_process_group_store,
+    )
+
+    return _get_process_group_store(group)
 
 
 def group_communicator(
@@ -62,5 +75,4 @@ def group_communicator(
         )
     if size == 1:
         return SingleCommunicator()
-    store = group.get_group_store()
-    return StoreCommunicator(store, rank=rank, size=size, timeout_secs=timeout_secs)
+    return StoreCommunicator(group_store(group), rank=rank, size=size, timeout_secs=timeout_secs)

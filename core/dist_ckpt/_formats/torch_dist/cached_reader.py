@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from dist_ckpt._formats.manifest import METADATA_FILE
 from dist_ckpt._formats.torch_dist.pickle_bounds import check_pickle
 from dist_ckpt.errors import CorruptedCheckpointError, UnsafeContentError
 from dist_ckpt.storage import open_store
@@ -31,12 +32,17 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-__all__ = ["CachedMetadataFileSystemReader", "read_metadata_file"]
+__all__ = ["CachedMetadataFileSystemReader", "metadata_name", "read_metadata_file"]
 
 _MAX_NBYTES = 1 << 31
 
 _Identity: TypeAlias = tuple[str, int, int, int]
 """Path, modification time in ns, size in bytes, inode."""
+
+
+def metadata_name(rank: int | None = None) -> str:
+    """Return the name of a checkpoint's metadata, or of what a rank writes without collectives."""
+    return METADATA_FILE if rank is None else f"__{rank}{METADATA_FILE}"
 
 
 class CachedMetadataFileSystemReader(FileSystemReader):
@@ -68,7 +74,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             UnsafeContentError: It names a class that metadata has no business with.
             CorruptedCheckpointError: It is no metadata.
         """
-        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        path = Path(self.path) / metadata_name(kwargs.get("rank"))
         with storage_errors("read", path):
             status = path.stat()
         identity = (str(path), status.st_mtime_ns, status.st_size, status.st_ino)

@@ -7,6 +7,7 @@ Runs in one process.
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint import metadata as dcp
@@ -30,11 +31,11 @@ def metadata_without(path: Path, keys: Collection[str]) -> bytes:
     metadata = read_metadata_file(path)
     kept = {k: v for k, v in metadata.state_dict_metadata.items() if k not in keys}
     places = {i: v for i, v in (metadata.storage_data or {}).items() if i.fqn not in keys}
-    trimmed = dcp.Metadata(
+    trimmed = replace(
+        metadata,
         state_dict_metadata=kept,
         planner_data={key: (key,) for key in kept},
         storage_data=places,
         storage_meta=dcp.StorageMeta(),
-        version=metadata.version,
     )
     return pickle.dumps(trimmed)

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import _is_wrapped_exception, _wrap_exception
 from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
     FileSystemWriter,
     SerializationFormat,
@@ -45,7 +45,7 @@ from dist_ckpt._formats.torch_dist.buckets import (
     stage_buckets,
     write_buckets,
 )
-from dist_ckpt._formats.torch_dist.cached_reader import read_metadata_file
+from dist_ckpt._formats.torch_dist.cached_reader import metadata_name, read_metadata_file
 from dist_ckpt.errors import CheckpointingException, ConfigError, StorageError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
@@ -106,9 +106,21 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise ConfigError(f"separation_hint {separation_hint!r} cannot begin a file name.")
         self.checkpoint_dir = path
         self.separation_hint = separation_hint
+        self.rank: int | None = None
+        self.use_collectives = True
         self.can_run_decentralized_global_plan = True
         self.write_buckets: list[WriteBucket] | None = None
         self.results_queue: queue.SimpleQueue[Any] | None = None
+
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,  # noqa: ARG002, FBT001 - DCP's signature
+        *args: Any,  # noqa: ARG002
+        **kwargs: Any,
+    ) -> None:
+        """Learn the rank, and whether ranks plan together. torch 2.8 says neither: they do."""
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Make the directory, and refuse one where the save could do harm. Every rank.
@@ -127,7 +139,7 @@ class FileSystemWriterAsync(FileSystemWriter):
                 f"{directory} holds a checkpoint of dist_ckpt, whose documents would be wrong.",
                 hint="save to another directory, or use dist_ckpt.save.",
             )
-        if self._metadata_exists():
+        if (directory / self._metadata_name()).exists():
             if not self.overwrite:
                 raise StorageError(f"{directory} holds a checkpoint already, and overwrite=False.")
             logger.info("%s: the checkpoint there will be replaced", directory)
@@ -223,7 +235,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             raise StorageError(f"{self._directory}: not written: {shortened(missing)}.")
         # A copy: the caller may use its metadata for the next save.
         document = copy.copy(metadata)
-        document.version = CURRENT_DCP_VERSION
+        if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # torch 2.8 writes no version
+            document.version = filesystem.CURRENT_DCP_VERSION
         document.storage_data = written
         document.storage_meta = self.storage_meta()
         name = self._metadata_name()
@@ -304,7 +317,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def _metadata_name(self) -> str:
         per_rank = not self.use_collectives and self.rank is not None
-        return Path(self._get_metadata_path(self.rank if per_rank else None)).name
+        return metadata_name(self.rank if per_rank else None)
 
     def _files_named_by(self, name: str) -> set[str]:
         """Return the files of the checkpoint that will be replaced; none if it is unreadable."""
