@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_ckpt import load_model_and_optimizer, save_model_and_optimizer
+from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
 from tests.multiprocess._world import run_ranks
 
@@ -239,6 +240,36 @@ def test_what_fsdp1_cannot_describe_is_refused(tmp_path: Path) -> None:
         assert "scaled.scale" in load
         assert "FSDP2" in load
     assert not (tmp_path / "packed").exists()
+
+
+class Remembering(nn.Module):
+    """Keeps its weight in its extra state, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(9.0))
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.weight.detach()}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        pass
+
+
+def refuse_part(rank: int, world_size: int, root: str) -> str:
+    model = Fsdp1(Remembering(), device_id=torch.device("cpu"), use_orig_params=True)
+    try:
+        save_model_and_optimizer(f"{root}/c", model)
+    except InvalidShardingError as error:
+        return str(error)
+    return ""
+
+
+def test_a_part_of_a_parameter_in_extra_state_is_refused(tmp_path: Path) -> None:
+    """What is in memory that FSDP1 has cut would be one rank's part, stored as the whole."""
+    for message in run_ranks(refuse_part, 2, str(tmp_path)):
+        assert "'_extra_state'" in message
+        assert "'(root)'" in message
 
 
 def pipeline(rank: int, world_size: int, root: str) -> dict[str, Any]:

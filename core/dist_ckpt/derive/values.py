@@ -7,7 +7,7 @@ on every rank, locally.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,12 @@ def _packed(state: ModelState, layout: ModelLayout) -> list[str]:
         for name, item in layout.tensors.items()
         if item.layout.local_shape != item.layout.global_shape
     }
+    memory = {
+        _memory_of(item.local)
+        for item in layout.tensors.values()
+        if item.layout.local_shape != item.layout.global_shape and item.local.numel()
+    }
+    memory.discard(None)
     found = []
     for name, value in state.values.items() if cut else ():
         own = owned_by(layout, name)
@@ -146,12 +152,16 @@ def _packed(state: ModelState, layout: ModelLayout) -> list[str]:
             and tuple(value.shape) == own.layout.local_shape
         )
         is_extra = name.rpartition(".")[2] == EXTRA_STATE
-        if isinstance(value, DTensor) or follows or is_extra or not has_tensors(value):
+        if isinstance(value, DTensor) or follows:
+            continue
+        # Extra state and entries of modules above are their own, unless they are such a parameter.
+        is_part = any(_memory_of(one) in memory for one in _tensors_in(value))
+        if not is_part and (is_extra or not has_tensors(value)):
             continue
         module = name.rpartition(".")[0]
         while module and module not in state.metadata:
             module = module.rpartition(".")[0]
-        if module in cut:
+        if is_part or module in cut:
             found.append(
                 f"{name!r} ({type(value).__name__}), which module {module or '(root)'!r} makes "
                 f"while its parameters are sharded"
@@ -161,11 +171,26 @@ def _packed(state: ModelState, layout: ModelLayout) -> list[str]:
 
 def has_tensors(value: Any) -> bool:
     """Whether a value is a tensor or a container with one in it."""
+    return next(_tensors_in(value), None) is not None
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, Mapping):
-        return any(map(has_tensors, value.values()))
-    return isinstance(value, (list, tuple, set, frozenset)) and any(map(has_tensors, value))
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors_in(one)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for one in value:
+            yield from _tensors_in(one)
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """Return where a tensor's storage begins; None if it has none of its own."""
+    tensor = local_of(tensor)
+    if type(tensor) not in {torch.Tensor, nn.Parameter} or tensor.layout != torch.strided:
+        return None
+    return None if tensor.is_meta else tensor.untyped_storage().data_ptr() or None
 
 
 def fill_shared(layout: ModelLayout, loaded: Mapping[str, Any]) -> None:
