@@ -44,6 +44,7 @@ from dist_ckpt.derive import (
 )
 from dist_ckpt.derive.document import ModelDocument, read_documents, read_early_sections
 from dist_ckpt.derive.model import bare_module, without_wrappers
+from dist_ckpt.derive.protocol import own_entries
 from dist_ckpt.derive.protocol_load import STORED, merge_reports, plan_load
 from dist_ckpt.derive.slots import optimizer_slots, unwrap_optimizer
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
@@ -298,7 +299,7 @@ class CheckpointView:
                 entries.
         """
         layout = functools.cache(lambda: model_layout(model))
-        self._align(i, layout)
+        self._align(i, model, layout)
         document = self._document(i)
         plan = functools.cache(
             lambda: plan_load(model, layout(), self._given(i, values), document.metadata)
@@ -318,7 +319,11 @@ class CheckpointView:
         )
         report = self._comm.map_reduce(
             f"filling model {i}",
-            lambda: plan().fill(result.state_dict["models"].get(str(i), {})),
+            lambda: plan().fill(
+                result.state_dict["models"].get(str(i), {}),
+                # Of a checkpoint of parts, a rank gets names that others take.
+                strict=strict and not document.is_of_parts,
+            ),
             merge_reports,
         )
         if strict and (report.missing or report.unexpected):
@@ -369,7 +374,7 @@ class CheckpointView:
         phase = f"finding the model in {contents.directory}"
         self._comm.map_reduce(phase, adopted, lambda _: None)
 
-    def _align(self, i: int, layout: Callable[[], ModelLayout]) -> None:
+    def _align(self, i: int, model: nn.Module, layout: Callable[[], ModelLayout]) -> None:
         """See model ``i`` of the checkpoint under the job's names, if only a prefix differs."""
         if self._foreign is not None and i == 0:
             names = self._comm.map_reduce(
@@ -379,9 +384,18 @@ class CheckpointView:
             )
             self._adopt(names)
         stored = set(self.model_names(i))
+
+        def own_names() -> set[str]:
+            names = set(layout().tensors)
+            if names.isdisjoint(stored):
+                entries = own_entries(model)
+                if entries is not None and not stored.isdisjoint(entries.values):
+                    return set()  # the model renames by itself, and wants its names back
+            return names
+
         prefixes = self._comm.map_reduce(
             "comparing names",
-            lambda: set(layout().tensors),
+            own_names,
             lambda found: find_prefixes(set[str]().union(*found), stored),
         )
         if prefixes is None:
@@ -423,7 +437,7 @@ class CheckpointView:
         found = [functools.cache(functools.partial(model_layout, model)) for model in models]
         layouts = functools.cache(lambda: [layout() for layout in found])
         for i, layout in enumerate(found):
-            self._align(i, layout)
+            self._align(i, models[i], layout)
         if self._foreign is not None and j >= self.num_optimizers:
             root = "" if self._roots is None else self._roots.model
             raise MismatchError(  # what is stored is known alike on all ranks

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from dist_ckpt import load_model_and_optimizer, save_model_and_optimizer
-from dist_ckpt.errors import MismatchError
+from dist_ckpt.derive.model import without_wrappers
+from dist_ckpt.errors import InvalidShardingError, MismatchError
 from dist_ckpt.training_state import CheckpointView
 
 
@@ -158,6 +160,14 @@ class Overriding(nn.Module):
         return super().load_state_dict(state_dict, **kwargs)
 
 
+class Checkpointing(Overriding):
+    """Likewise, with activation checkpointing inside, and a version there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = checkpoint_wrapper(Versioned())
+
+
 def spectral() -> nn.Module:
     return torch.nn.utils.spectral_norm(nn.Linear(3, 2))
 
@@ -189,7 +199,7 @@ def nested() -> nn.Module:
 
 
 MODULES: tuple[Callable[[], nn.Module], ...] = (
-    *(Versioned, Packing, Renaming, Filtering, Extra, Quantised, Overriding),
+    *(Versioned, Packing, Renaming, Filtering, Extra, Quantised, Overriding, Checkpointing),
     *(spectral, weight_norm, tied),
     *(batch_norm, resizing, beside_plain, nested),
 )
@@ -259,7 +269,7 @@ def test_whole_state_dict(tmp_path: Path, make: Callable[[], nn.Module]) -> None
     canonical = [name.replace("_orig_mod.", "") for name in expected]
     assert list(full) == canonical
     assert bits(list(full.values())) == bits(list(expected.values()))
-    noted = {k.replace("._orig_mod", ""): v for k, v in expected._metadata.items()}
+    noted = {without_wrappers(name): noted for name, noted in expected._metadata.items()}
     assert dict(full._metadata) == noted  # type: ignore[attr-defined]
 
 
@@ -320,3 +330,115 @@ def test_plain_modules_stay_on_the_direct_path(tmp_path: Path) -> None:
     assert copies == [(3,)]
     assert other[0].weight.data_ptr() == before
     assert torch.equal(other[0].weight, model[0].weight)
+
+
+class Packed(nn.Module):
+    """Its extra state is one tensor, as that of libraries that pickle into bytes."""
+
+    def __init__(self, dtype: torch.dtype = torch.uint8, size: int = 3) -> None:
+        super().__init__()
+        self.weight, self.state = nn.Parameter(torch.rand(2)), torch.ones(size, dtype=dtype)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float8_e4m3fn])
+def test_extra_state_may_be_a_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A plain module whose extra state is a tensor gets a tensor, of the stored size and dtype."""
+    model, other = (nn.Sequential(nn.Linear(1, 1), Packed(dtype, size)) for size in (3, 0))
+    save_model_and_optimizer(tmp_path / "c", model)
+
+    load_model_and_optimizer(tmp_path / "c", other)
+
+    assert other[1].state.dtype == dtype
+    assert other[1].state.float().tolist() == [1.0, 1.0, 1.0]
+
+
+def test_of_tied_entries_that_differ_the_last_counts(tmp_path: Path) -> None:
+    """A checkpoint of separate weights, loaded into tied ones, leaves what torch leaves."""
+    separate = nn.ModuleDict({"z": nn.Linear(2, 2), "a": nn.Linear(2, 2)})
+    save_model_and_optimizer(tmp_path / "c", separate)
+    ours, theirs = tied(), tied()
+
+    load_model_and_optimizer(tmp_path / "c", ours)
+
+    stock(separate, theirs)
+    assert same(ours, theirs)
+
+
+class Forgiving(nn.Module):
+    """Stores what it trains, and loads by a method that takes nothing but a state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+        nn.init.ones_(self.base.weight)
+        nn.init.ones_(self.base.bias)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        entries = super().state_dict(*args, **kwargs)
+        return OrderedDict((name, one) for name, one in entries.items() if "head" in name)
+
+    def load_state_dict(self, state_dict: Any) -> Any:  # type: ignore[override]
+        return super().load_state_dict(state_dict, strict=False)
+
+
+class Prefixed(nn.Module):
+    """Puts a prefix before its names, takes it away again, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"model.{name}": one for name, one in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state_dict: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        super().load_state_dict({k[len("model.") :]: v for k, v in state_dict.items()}, **kwargs)
+
+
+@pytest.mark.parametrize("make", [Forgiving, Prefixed])
+def test_a_load_of_the_models_own_decides(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    """A model that overrides ``load_state_dict`` gets its names, and judges them itself."""
+    model, ours, theirs = make(), make(), make()
+    save_model_and_optimizer(tmp_path / "c", model)
+
+    load_model_and_optimizer(tmp_path / "c", ours)
+
+    stock(model, theirs)
+    assert same(ours, theirs)
+    assert same(ours, model)
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "_fsdp_wrapped_module"])
+def test_a_child_named_as_wrappers_name_theirs(tmp_path: Path, name: str) -> None:
+    """Beside other children, such a child is one of several: nothing is lost."""
+
+    def make() -> nn.Module:
+        return nn.ModuleDict({name: Versioned(), "other": Packing(), "plain": nn.Linear(1, 1)})
+
+    model, ours, theirs = make(), make(), make()
+    save_model_and_optimizer(tmp_path / "c", model)
+
+    load_model_and_optimizer(tmp_path / "c", ours)
+
+    stock(model, theirs)
+    assert same(ours, theirs)
+    assert same(ours, model)
+
+
+class Numbered(nn.Module):
+    """Has an entry under a number."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {**super().state_dict(*args, **kwargs), 3: torch.ones(1)}
+
+
+def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    """The error names the model's class, and what stands in place of a name."""
+    with pytest.raises(InvalidShardingError, match=r"Numbered\.state_dict\(\).* 3\."):
+        save_model_and_optimizer(tmp_path / "c", Numbered())

@@ -32,12 +32,14 @@ class ModelDocument:
         metadata: Module prefix to what was noted of it; None if the checkpoint does not tell.
         tied: Other name to the name whose tensor is stored.
         values: Entries that are no tensors.
+        is_of_parts: Whether ranks have stored entries that rank 0 does not have.
     """
 
     names: tuple[str, ...] = ()
     metadata: Mapping[str, Mapping[str, Any]] | None = None
     tied: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    is_of_parts: bool = False
 
     def renamed(self, name: Callable[[str], str]) -> ModelDocument:
         """Return it with all names and module prefixes changed by ``name``."""
@@ -51,6 +53,7 @@ class ModelDocument:
             },
             tied={name(k): name(v) for k, v in self.tied.items()},
             values={name(k): v for k, v in self.values.items()},
+            is_of_parts=self.is_of_parts,
         )
 
     def as_state_dict(self, entries: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -122,6 +125,7 @@ def read_documents(documents: Sequence[Any], *, where: str) -> ModelDocument:
         metadata=metadata if documents else None,
         tied=tied,
         values=values,
+        is_of_parts=bool(documents) and len(names) > len(set(documents[0]["names"])),
     )
 
 

@@ -170,7 +170,9 @@ def _places(model: nn.Module, place: Place) -> Iterator[Place]:
 
 def is_hidden(module: nn.Module, name: str) -> bool:
     """Whether the child of this name stands for ``module`` itself in canonical names."""
-    return name in _WRAPPER_NAMES or (name == "module" and hides_child(module))
+    if name in _WRAPPER_NAMES:
+        return len(module._modules) == 1  # noqa: SLF001 - a user's module may have such a child, too
+    return name == "module" and hides_child(module)
 
 
 @dataclass(slots=True, kw_only=True)

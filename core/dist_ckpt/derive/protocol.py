@@ -30,6 +30,7 @@ from dist_ckpt.derive.dtensor import local_of
 from dist_ckpt.derive.fsdp import is_flat_parameter
 from dist_ckpt.derive.layout import LocalTensor, ModelLayout
 from dist_ckpt.derive.model import Place, bare_module, is_odd, places, without_wrappers
+from dist_ckpt.errors import InvalidShardingError
 
 __all__ = [
     "EXTRA_STATE",
@@ -91,6 +92,7 @@ def own_entries(model: nn.Module) -> Entries | None:
     canonical = {place.path: place.prefix for place in places(bare)}
     with _without_gathering(bare), torch.no_grad():
         found = bare.state_dict(keep_vars=True)
+    _check_names(bare, found)
     metadata = {
         canonical.get(f"{path}." if path else "", f"{path}.").removesuffix("."): dict(noted)
         for path, noted in getattr(found, "_metadata", {}).items()
@@ -242,6 +244,18 @@ def own_versions(model: nn.Module) -> dict[str, dict[str, Any]]:
         place.prefix.removesuffix("."): {"version": place.module._version}  # noqa: SLF001 - as torch notes it
         for place in places(model)
     }
+
+
+def _check_names(model: nn.Module, entries: Any) -> None:
+    """Raise an error if what a module returned as its state dict is none of names and entries."""
+    wrong = None if isinstance(entries, Mapping) else repr(type(entries).__name__)
+    if wrong is None:
+        wrong = ", ".join(repr(name)[:80] for name in entries if not isinstance(name, str))
+    if wrong:
+        raise InvalidShardingError(
+            f"{type(model).__name__}.state_dict() must return a dict whose keys are strings; it "
+            f"has {wrong}."
+        )
 
 
 def _renamed(name: str, canonical: Mapping[str, str]) -> str:

@@ -73,6 +73,8 @@ class _Stored:
 
 STORED: Final = _Stored()
 
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+
 Metadata = Mapping[str, Mapping[str, Any]]
 
 
@@ -154,7 +156,7 @@ def load_whole_model(model: nn.Module, state_dict: Mapping[str, Any], *, strict:
         {without_wrappers(name): value for name, value in state_dict.items()},
         {without_wrappers(prefix): noted for prefix, noted in metadata.items()},
     )
-    report = plan.fill({})
+    report = plan.fill({}, strict=strict)
     if strict and (report.missing or report.unexpected):
         raise MismatchError(report.describe(bare_module(model)))
 
@@ -178,7 +180,18 @@ class ModelLoad:
         self._is_whole = _overrides_load_state_dict(self._root)
         own = [place.prefix for place in places if _is_own(place.module)]
         self._scopes = [""] if self._is_whole else _topmost(own)
-        self._made = _distributed_entries(model, layout) if self._scopes else {}
+        # Extra state that was a tensor is read, too, if a module takes it at its turn.
+        self._extras = {
+            name
+            for place in places
+            if _sets_extra(place.module)
+            and given.get(name := f"{place.prefix}{EXTRA_STATE}") is STORED
+        }
+        beside = self._scopes or self._extras
+        self._made = _distributed_entries(model, layout) if beside else {}
+        self._others: dict[str, list[str]] = {}
+        for other, first in layout.tied.items():
+            self._others.setdefault(first, []).append(other)
         self._has_light = any(_is_light(place.module) for place in places)
         self._prefixes = {place.prefix for place in places}
         if self._is_whole and any(place.in_fsdp for place in places):
@@ -209,8 +222,13 @@ class ModelLoad:
                 request[name] = self._aside(name, found)
         return request
 
-    def fill(self, loaded: Mapping[str, Any]) -> LoadReport:
+    def fill(self, loaded: Mapping[str, Any], *, strict: bool = False) -> LoadReport:
         """Give what was read to the modules, and all of PyTorch's hooks their turn.
+
+        Args:
+            loaded: What was read of the request.
+            strict: Whether a ``load_state_dict`` of the model's own is to refuse names of one side;
+                it decides then, and nothing is reported.
 
         Raises:
             MismatchError: A tensor does not fit, or a module could not load its entries.
@@ -219,7 +237,10 @@ class ModelLoad:
         fill_shared(self._layout, direct)
         errors = self._fill_given()
         values = self._entries(loaded)
-        report = self._load_whole(values) if self._is_whole else self._visit_all(values, errors)
+        if self._is_whole:
+            report = self._load_whole(values, strict=strict)
+        else:
+            report = self._visit_all(values, errors)
         if errors:
             raise MismatchError(_error_text(self._root, errors))
         return report
@@ -231,18 +252,19 @@ class ModelLoad:
         return owned_by(self._layout, name) or self._made.get(name)
 
     def _is_aside(self, name: str) -> bool:
-        return any(name.startswith(scope) for scope in self._scopes)
+        return name in self._extras or any(name.startswith(scope) for scope in self._scopes)
 
     def _is_read_aside(self, name: str) -> bool:
         item = self._layout.tensors.get(name)
         return self._is_aside(name) and (item is None or not _is_range(item))
 
     def _source_of(self, name: str) -> str | None:
-        """Return under which of its names a tensor is given; None if under none."""
-        if name in self._given:
-            return name
-        others = (other for other, first in self._layout.tied.items() if first == name)
-        return next((other for other in others if other in self._given), None)
+        """Return under which of its names a tensor is given; None if under none.
+
+        Of several the last counts, as when one module after the other copies its entry.
+        """
+        names = (name, *self._others.get(name, ()))
+        return next((one for one in reversed(names) if one in self._given), None)
 
     def _aside(self, name: str, found: ShardedTensor) -> ShardedTensor | list[ShardedTensor]:
         """Return a request for new memory: like the live tensor if that has the stored shape."""
@@ -325,12 +347,13 @@ class ModelLoad:
         fits = tuple(local.shape) == item.layout.local_shape
         return wrap_like(local, pattern) if fits else value
 
-    def _load_whole(self, entries: OrderedDict[str, Any]) -> LoadReport:
+    def _load_whole(self, entries: OrderedDict[str, Any], *, strict: bool) -> LoadReport:
         """Let a model with a ``load_state_dict`` of its own load everything by it."""
         # Of a wrapper and what it wraps, which have the same prefix, the inner one comes last.
         paths = {place.prefix: place.path for place in places(self._root)}
         own_name = {
-            name: f"{paths[prefix]}{name.removeprefix(prefix)}"
+            # Activation checkpointing takes its name out of state dicts, and puts it into them.
+            name: paths[prefix].replace(f"{_CHECKPOINTED}.", "") + name.removeprefix(prefix)
             for prefix, names in _by_module(entries, paths.keys()).items()
             for name in names
         }
@@ -341,9 +364,12 @@ class ModelLoad:
         )
         loader: Any = self._root
         try:
-            found = loader.load_state_dict(given, strict=False)
+            # Not every override knows `strict`, and some have another default.
+            found = loader.load_state_dict(given, **({} if strict else {"strict": False}))
         except RuntimeError as error:
             raise MismatchError(str(error)) from error
+        if strict:
+            return LoadReport(missing=(), unexpected=())
         name_of = {own: name for name, own in own_name.items()}
         missing, unexpected = (
             tuple(name_of.get(name, name) for name in getattr(found, kind, ()))
@@ -476,7 +502,7 @@ class _Visit:
         own = self.names_in.get(prefix, ())
         self.missing.extend(name for name in own if name not in entries)
         extra = f"{prefix}{EXTRA_STATE}"
-        sets_extra = type(module).set_extra_state is not nn.Module.set_extra_state
+        sets_extra = _sets_extra(module)
         if sets_extra and extra in entries:
             module.set_extra_state(entries[extra])
         elif sets_extra:
@@ -515,8 +541,12 @@ def _is_own(module: nn.Module) -> bool:
     return any(not is_of_wrapper(hook) for hook in hooks)
 
 
+def _sets_extra(module: nn.Module) -> bool:
+    return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
 def _is_light(module: nn.Module) -> bool:
-    if type(module).set_extra_state is not nn.Module.set_extra_state:
+    if _sets_extra(module):
         return True
     hooks = module._load_state_dict_post_hooks.values()  # noqa: SLF001
     return any(not is_of_wrapper(hook) for hook in hooks)
