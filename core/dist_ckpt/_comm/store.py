@@ -167,9 +167,9 @@ class StoreCommunicator:
             self._set(f"{number}/in/{self._rank}", (phase, value, failure))
             try:
                 verdict = self._await_verdict(phase, number)
+                self._forget(number)
             finally:
-                self._leave(number)
-            self._forget(number)
+                self._leave(number)  # the last touch: from here on the store may be gone
         if isinstance(verdict, _Missing):
             raise BarrierTimeoutError(verdict.message)
         if isinstance(verdict, _Disagreement):
