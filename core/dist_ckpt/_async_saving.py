@@ -34,6 +34,7 @@ from dist_ckpt.validation import RankView
 
 if TYPE_CHECKING:
     from dist_ckpt._background.hub import HubAddress
+    from dist_ckpt._engine.in_flight import Writer
     from dist_ckpt._formats.torch_dist.layout import RankChunks
     from dist_ckpt._preparing import SaveRequest
     from dist_ckpt.options import SaveOptions
@@ -121,10 +122,14 @@ class AsyncPlanner:
 
     The plan of the save before is taken again only if every rank says that its description is the
     same, element by element: then one small exchange is all there is.
+
+    Args:
+        writer: Who writes what is planned, if that is done in the background.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, writer: Writer | None = None) -> None:
         """Know of no plan."""
+        self.writer = writer
         self.name = secrets.token_hex(8)
         self._known: _Known | None = None
         self._room = Room()
@@ -218,7 +223,7 @@ class _Step:
         return PlannedSave(
             saver=told.saver,
             number=self.number,
-            target=self.target,
+            target=self._absolute(told.directory),
             directory=told.directory,
             prepared=prepared,
             point=point,
@@ -286,9 +291,14 @@ class _Step:
             # Named by this process's working directory, found by the worker from its own.
             include_dir = Path(os.path.abspath(self.options.include_dir))  # noqa: PTH100 - resolve() would follow a link
             self.options = replace(self.options, include_dir=include_dir)
-        check_target(self.target, self.options)
+        check_target(self.target, self.options, self.planner.writer)
         self.coordinator.attempt = Attempt.begin(self.target, self.options.staging_dir)
         return self.coordinator.attempt.directory
+
+    def _absolute(self, directory: Path) -> Path:
+        """Return the target as rank 0 has made it out, whose working directory may be another."""
+        target = Path(os.path.abspath(self.target))  # noqa: PTH100 - resolve() would follow a link
+        return target if self.options.staging_dir is not None else directory.parent / target.name
 
     def _kind(self, prepared: Prepared) -> tuple[object, ...]:
         """Return what a plan depends on besides the descriptions."""
@@ -362,7 +372,7 @@ class _Step:
         return PlannedSave(
             saver=told.saver,
             number=self.number,
-            target=self.target,
+            target=self._absolute(told.assignment.directory),
             directory=told.assignment.directory,
             prepared=prepared,
             point=point,

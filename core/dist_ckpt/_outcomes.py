@@ -5,7 +5,7 @@ a failure is raised (``_settling``). On every rank, on the settler's thread.
 
 A save is never taken for failed when it is committed, nor the other way: if rank 0's worker died,
 its training process looks at the disk, and leaves the answer in the job's store for ranks that have
-lost the hub.
+lost the hub. If that process or the store is gone as well, each rank looks at the disk itself.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from dist_ckpt._comm.failures import describe_failure
 from dist_ckpt._comm.single import SingleCommunicator
 from dist_ckpt._comm.store import StoreCommunicator
 from dist_ckpt._engine.commit import forget_trash
-from dist_ckpt._publishing import is_published
+from dist_ckpt._publishing import is_published, was_published
 from dist_ckpt.errors import (
     AsyncSaveError,
     CheckpointingException,
     ConfigError,
+    StorageError,
     WorkerDiedError,
 )
 
@@ -158,11 +159,11 @@ def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseExce
     """Find out how a save ended whose commit nobody has told of."""
     if save.comm.rank == 0:
         attempt = save.planned.attempt
-        is_there = attempt is not None and is_published(attempt)
+        is_there = attempt is not None and is_published(attempt.target, attempt.directory)
         if attempt is not None:
             # What it replaced, or what was written: whoever would have removed it is dead.
             attempt.abort()
-            forget_trash(attempt)
+            forget_trash(attempt.target, attempt.directory)
         return _noted(save, None if is_there else error)
     point = save.planned.point
     # Rank 0 may be stopped, not dead.
@@ -170,7 +171,24 @@ def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseExce
     try:
         notes = beside(save.comm, save.planned.name, patience)
         told: BaseException | None = notes.hear("ended")  # type: ignore[attr-defined]  # of a store
-    except Exception as trouble:  # noqa: BLE001 - then it is not known, and counts as failed
-        error.add_note(f"rank 0 did not tell how it ended: {trouble}")
-        return error
+    except Exception as trouble:  # noqa: BLE001 - nobody can be asked
+        return _decided(save, error, trouble)
     return told
+
+
+def _decided(
+    save: InFlight, error: AsyncSaveError | HubLostError, trouble: Exception
+) -> BaseException | None:
+    """Look at the disk, as neither rank 0 nor its worker can be asked. Every other rank."""
+    target, directory = save.planned.target, save.planned.directory
+    error.add_note(f"rank 0 did not tell how it ended: {trouble}")
+    try:
+        is_committed = was_published(target, directory)
+    except StorageError as obstacle:
+        error.add_note(f"how it ended is not certain: {obstacle}")
+        return error
+    forget_trash(target, directory)
+    if is_committed:
+        logger.warning("%s is committed; rank 0 and its worker have ended: %s", target, trouble)
+        return None
+    return error

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt._checksums import FileSum, sum_of_file
 from dist_ckpt._collector import collector_paused
-from dist_ckpt._engine.commit import locate
+from dist_ckpt._engine.commit import attempt_name, discard, locate
+from dist_ckpt._engine.in_flight import check_not_in_flight
 from dist_ckpt._formats.manifest import (
     METADATA_FILE,
     PACKED_INDEX_FILE,
@@ -33,16 +34,26 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._engine.commit import Attempt
+    from dist_ckpt._engine.in_flight import Writer
     from dist_ckpt._formats.base import SavePlan, Written
     from dist_ckpt.core import CheckpointingConfig
     from dist_ckpt.options import SaveOptions
 
-__all__ = ["all_files", "check_target", "is_published", "publish", "with_dcp_metadata"]
+__all__ = [
+    "all_files",
+    "check_target",
+    "is_published",
+    "publish",
+    "was_published",
+    "with_dcp_metadata",
+]
 
 _REPLACEABLE = (stat.S_ISDIR, stat.S_ISREG, stat.S_ISLNK)
 
 
-def check_target(target: Path, options: SaveOptions) -> None:
+def check_target(target: Path, options: SaveOptions, writer: Writer | None = None) -> None:
+    """Raise if a save may not write there; ``writer`` is whose background save it is. Rank 0."""
+    check_not_in_flight(target, "saved", but_for=writer)
     with storage_errors("look at", target):
         mode = target.lstat().st_mode if os.path.lexists(target) else None
         if mode is not None and not any(kind(mode) for kind in _REPLACEABLE):
@@ -122,13 +133,36 @@ def with_dcp_metadata(documents: Mapping[str, bytes]) -> dict[str, bytes]:
     return found
 
 
-def is_published(attempt: Attempt) -> bool:
-    """Whether this very save is at its target: for those who did not see how it ended."""
+def is_published(target: Path, directory: Path) -> bool:
+    """Whether the save that was written into ``directory`` is at its target.
+
+    For those who did not see how it ended. The directory of an attempt is named by the id of the
+    checkpoint, which every rank knows in this way.
+    """
     try:
-        manifest = read_manifest(locate(attempt.target))
+        manifest = read_manifest(locate(target))
     except CheckpointingException:
         return False
-    return manifest.checkpoint_id == attempt.checkpoint_id
+    return attempt_name(target, manifest.checkpoint_id) == directory.name
+
+
+def was_published(target: Path, directory: Path) -> bool:
+    """Decide whether a save is committed, when nobody can be asked. Any rank, more than one too.
+
+    What is not published yet cannot be published afterwards: its directory is removed, in one
+    rename. Publishing renames it as well, so that only one of the two happens. Looked at again, as
+    it may have been published in between.
+
+    Raises:
+        StorageError: The directory cannot be removed, so that the save may still be published.
+    """
+    is_committed = is_published(target, directory)
+    discard(target, directory)  # or what the checkpoint has replaced
+    if is_committed or is_published(target, directory):
+        return True
+    if os.path.lexists(directory):
+        raise StorageError(f"{directory} cannot be removed, so {target} may still be committed.")
+    return False
 
 
 def all_files(written: Sequence[Written], plan: SavePlan, directory: Path) -> dict[str, FileSum]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from dist_ckpt._engine.in_flight import add_writer
 from dist_ckpt._outcomes import InFlight, beside, outcome
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError
 from dist_ckpt.events import Committed, Failed
@@ -88,6 +89,7 @@ class Settler:
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._then: Callable[[], None] | None = None
+        add_writer(self)
 
     @property
     def in_flight(self) -> tuple[Path, ...]:
@@ -100,6 +102,10 @@ class Settler:
         """What the worker has of them."""
         with self._changed:
             return tuple(save.handed for save in self._saves if save.handed is not None)
+
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread is one of these."""
+        return threading.current_thread() in self._threads
 
     def start(self) -> None:
         """Start the threads, if they are not there: what follows cannot fail for want of one."""

@@ -229,9 +229,9 @@ class BackgroundSaver:
         self.options = options or BackgroundOptions()
         self._timeout_secs = timeout_secs
         self.descriptions = LiveDescriptions()
-        self._planner = AsyncPlanner()
         self._machinery = _Machinery(self.options, tuple(sinks), timeout_secs)
         self._settler = self._machinery.settler
+        self._planner = AsyncPlanner(self._settler)
         self._emit = self._machinery.emit
         self._number = 0
         self._accepted: deque[int] = deque(maxlen=self.options.max_in_flight)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._dcp_names import Roots, adopt, find_roots, group_flat, is_flat, values_beside
 from dist_ckpt._engine.commit import forget_aside, remove_tree
+from dist_ckpt._engine.in_flight import check_not_in_flight
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._integrity.match import describe_unexpected
@@ -547,7 +548,12 @@ def remove_checkpoint(path: PathLike) -> None:
 
     Call it on one rank. Nothing happens if nothing is there. A directory's name is gone, durably,
     before the first of its files is.
+
+    Raises:
+        ConfigError: A ``BackgroundSaver`` of this process is still writing it.
     """
+    if not Path(path).is_symlink():  # of a link nothing but the name goes
+        check_not_in_flight(Path(path), "removed")
     # First what stands aside: without its target, it would be taken for the checkpoint.
     forget_aside(Path(path))
     remove_tree(Path(path))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dist_ckpt import SaveOptions
 from dist_ckpt.background import BackgroundOptions, BackgroundSaver
 from dist_ckpt.errors import AsyncSaveError, CheckpointingException
-from dist_ckpt.training_state import is_checkpoint, save_training_state
+from dist_ckpt.training_state import is_checkpoint, remove_checkpoint, save_training_state
 from tests.faults._background import Job, same_bits, worker_pid
 from tests.faults._leaks import hidden_entries
 from tests.multiprocess._world import run_ranks
@@ -477,6 +477,50 @@ def test_ranks_that_meet_in_no_store_are_refused(tmp_path: Path) -> None:
     assert first == second
     assert "ranks that meet in a store" in first
     assert list(tmp_path.iterdir()) == []
+
+
+def saves_past_the_saver(rank: int, size: int, folder: str) -> list[str]:
+    job, saver, home = Job(rank, size), saver_of(), Path(folder)
+    save(saver, job, home / "c")
+    saver.drain()
+    pid = worker_pid(saver)
+    assert pid is not None
+    dist.barrier()  # rank 0's worker tells the others how it ended: it may not be stopped before
+    if rank == 0:
+        os.kill(pid, signal.SIGSTOP)
+        (home / "link").symlink_to("c")
+    expected = save(saver, job, home / "c")
+    before = sorted(home.iterdir())
+    again = home / "link" / ".." / "c"
+    problems = []
+    with BackgroundSaver(timeout_secs=60) as other:
+        calls = [
+            lambda: save_training_state(again, job.state, options=PATIENT),
+            lambda: save_training_state(home / "c", job.state, saver=other, options=PATIENT),
+            *[lambda: remove_checkpoint(home / "c")] * (rank == 0),
+        ]
+        for call in calls:
+            told = message_of(call)
+            if "wait(path)" not in told or "still writing" not in told:
+                problems.append(told)
+        dist.barrier()
+    if rank == 0 and sorted(home.iterdir()) != before:
+        problems.append(f"{before} became {sorted(home.iterdir())}")
+    dist.barrier()
+    if rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    saver.wait(home / "c")
+    problems += same_bits(job.loaded(home / "c"), expected)
+    save_training_state(home / "c", job.state, options=PATIENT)
+    saver.close()
+    return problems
+
+
+def test_a_path_in_flight_is_written_and_removed_by_nobody_else(tmp_path: Path) -> None:
+    """Every rank is told what to wait for, and nothing is written; afterwards it may be saved to."""
+    assert run_ranks(saves_past_the_saver, 2, str(tmp_path)) == [[], []]
+    assert is_checkpoint(tmp_path / "c")
+    assert hidden_entries([tmp_path]) == []
 
 
 def fails_and_raises(rank: int, size: int, folder: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import torch.distributed as dist
 
 from dist_ckpt import ShardedTensor, load, save
 from dist_ckpt.background import BackgroundSaver
-from dist_ckpt.errors import CheckpointNotFoundError
+from dist_ckpt.errors import AsyncSaveError, CheckpointNotFoundError
 from dist_ckpt.options import BackgroundOptions
-from dist_ckpt.serialization import all_processes
+from dist_ckpt.serialization import all_processes, load_plain_tensors
+from tests.faults._background import worker_pid
+from tests.faults._leaks import hidden_entries
 from tests.multiprocess._world import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -114,5 +118,53 @@ def test_a_process_ends_when_its_call_has_returned(
     assert outcomes[leaver].exit_code == 0
     for outcome in outcomes:
         assert outcome.rank == leaver or outcome.ok, outcome.describe()
+        assert "deleteKey" not in outcome.log  # torch complains with a stack trace
     left = {"save": ["c"], "close": ["c"], "drain": ["c"], "load": ["there"]}
     assert sorted(one.name for one in tmp_path.iterdir()) == left.get(name, [])
+
+
+def lose_rank_0(rank: int, size: int, folder: str, is_committed: bool) -> str:
+    """Save in the background; rank 0 loses its worker, then it ends, and its store with it."""
+    path = Path(folder, "c")
+    with group_of_rank_0(rank, size):
+        saver = BackgroundSaver()
+        saver.save(state(rank, size, 1.0), path)
+        saver.drain()
+        old, pid = path.stat().st_ino, worker_pid(saver)
+        assert pid is not None
+        if rank == 0 and is_committed:
+            for n in range(3000):  # the user's own: they take the worker some time to put away
+                (path / f"note-{n}").touch()
+        if rank == 0 and not is_committed:
+            os.kill(pid, signal.SIGSTOP)
+        dist.barrier()
+        saver.save(state(rank, size, 2.0), path)
+        if rank == 0:
+            deadline = time.monotonic() + 60
+            while is_committed and path.stat().st_ino == old and time.monotonic() < deadline:
+                pass
+            os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        told = ""
+        try:
+            saver.drain()
+        except AsyncSaveError as error:
+            told = str(error)
+        saver.close()
+    return told
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_rank_that_can_ask_nobody_looks_at_the_disk(tmp_path: Path, is_committed: bool) -> None:
+    """What has been committed did not fail, and what did not commit has failed for good."""
+    outcomes = run_ranks(
+        lose_rank_0, 2, str(tmp_path), is_committed, init_process_group=False, expect_errors=True
+    )
+
+    assert outcomes[1].ok, outcomes[1].describe()
+    told = outcomes[1].value
+    assert (told == "") == is_committed, told
+    value = 2.0 if is_committed else 1.0
+    found = load_plain_tensors(tmp_path / "c")["w"]
+    assert found[:, 0].tolist() == [value] * 5 + [value + 1] * 5
+    assert hidden_entries([tmp_path]) == []

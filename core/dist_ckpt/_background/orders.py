@@ -168,7 +168,7 @@ class Publication:
 
     def is_published(self) -> bool:
         """Whether this very save is at its target: for those who did not see how it ended."""
-        return is_published(self.attempt)
+        return is_published(self.attempt.target, self.attempt.directory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,9 @@ __all__ = [
     "Attempt",
     "Replace",
     "asides_of",
+    "attempt_name",
     "attempt_prefix",
+    "discard",
     "forget_aside",
     "forget_trash",
     "locate",
@@ -86,7 +88,7 @@ class Attempt:
         # The worker that publishes may have another working directory by now.
         parent = target.parent if staging_dir is None else Path(os.path.abspath(staging_dir))  # noqa: PTH100 - same
         checkpoint_id = uuid.uuid4().hex
-        directory = parent / f"{attempt_prefix(target)}{checkpoint_id[:12]}{ATTEMPT_SUFFIX}"
+        directory = parent / attempt_name(target, checkpoint_id)
         with storage_errors("create", target.parent):
             make_directory(target.parent)
             _recover(target)
@@ -132,9 +134,19 @@ class Attempt:
 
     def abort(self) -> None:
         """Remove the attempt; what cannot be removed has no marker and is believed by nobody."""
-        remove_tree(self.directory, ignore_errors=True)
-        if not _is_left(self.directory, self.target.parent):
-            forget_owner(self.directory)
+        discard(self.target, self.directory)
+
+
+def discard(target: Path, directory: Path) -> None:
+    """Remove the directory of an attempt, as far as it can be removed: then it has failed."""
+    remove_tree(directory, ignore_errors=True)
+    if not _is_left(directory, target.parent):
+        forget_owner(directory)
+
+
+def attempt_name(target: Path, checkpoint_id: str) -> str:
+    """Return the name of the directory in which a checkpoint of this id is written."""
+    return f"{attempt_prefix(target)}{checkpoint_id[:12]}{ATTEMPT_SUFFIX}"
 
 
 def attempt_prefix(target: Path) -> str:
@@ -165,10 +177,10 @@ def forget_aside(target: Path) -> None:
         remove_tree(path)
 
 
-def forget_trash(attempt: Attempt) -> None:
-    """Remove what a process that died had begun to remove, around this attempt."""
-    for parent in {attempt.target.parent, attempt.directory.parent}:
-        for trash in parent.glob(f"{attempt_prefix(attempt.target)}*{TRASH_SUFFIX}"):
+def forget_trash(target: Path, directory: Path) -> None:
+    """Remove what a process that died had begun to remove, around an attempt's directory."""
+    for parent in {target.parent, directory.parent}:
+        for trash in parent.glob(f"{attempt_prefix(target)}*{TRASH_SUFFIX}"):
             shutil.rmtree(trash, ignore_errors=True)
             if not trash.exists():
                 forget_owner(trash)
