@@ -11,8 +11,9 @@ lost the hub. If that process or the store is gone as well, each rank looks at t
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._background.agreement import commit, stand_in
@@ -60,6 +61,7 @@ class InFlight:
         handed: What the worker has; None if it could not be handed over, for the reason ``error``.
         interrupt: Ctrl-C or the like, to be raised once the others are told.
         on_settled: Called at the end, on the settler's thread, with None or the failure.
+        given_up: Set when nobody waits for its end any more.
     """
 
     number: int
@@ -71,10 +73,15 @@ class InFlight:
     error: Exception | None = None
     interrupt: BaseException | None = None
     on_settled: Callable[[BaseException | None], None] | None = None
+    given_up: threading.Event = field(default_factory=threading.Event)
 
 
-def beside(comm: Communicator, name: str, timeout_secs: float) -> Communicator:
+def beside(
+    comm: Communicator, name: str, timeout_secs: float, stop: threading.Event | None = None
+) -> Communicator:
     """Return a communicator of the same ranks for another thread than the one that saves.
+
+    ``stop`` ends its waiting once it is set.
 
     Raises:
         ConfigError: They do not meet in a store.
@@ -83,7 +90,7 @@ def beside(comm: Communicator, name: str, timeout_secs: float) -> Communicator:
         return SingleCommunicator()
     if not isinstance(comm, StoreCommunicator):
         raise ConfigError(f"background saves need ranks that meet in a store, not {comm!r}.")
-    return comm.beside(name, timeout_secs=timeout_secs)
+    return comm.beside(name, timeout_secs=timeout_secs, stop=stop)
 
 
 def outcome(save: InFlight) -> BaseException | None:
@@ -169,7 +176,7 @@ def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseExce
     # Rank 0 may be stopped, not dead.
     patience = _NOTE_SECS if point is None else point.timeout_secs
     try:
-        notes = beside(save.comm, save.planned.name, patience)
+        notes = beside(save.comm, save.planned.name, patience, save.given_up)
         told: BaseException | None = notes.hear("ended")  # type: ignore[attr-defined]  # of a store
     except Exception as trouble:  # noqa: BLE001 - nobody can be asked
         return _decided(save, error, trouble)

@@ -87,6 +87,7 @@ class Settler:
         self._settling = False
         self._acting: _Action | None = None
         self._closed = False
+        self._given_up = threading.Event()
         self._threads: list[threading.Thread] = []
         self._then: Callable[[], None] | None = None
         add_writer(self)
@@ -115,6 +116,7 @@ class Settler:
     def add(self, save: InFlight) -> None:
         """Take over a save."""
         with self._changed:
+            save.given_up = self._given_up
             self._saves.append(save)
             self._newest, self._polls = save.number, 0
             self._run_threads()
@@ -230,7 +232,12 @@ class Settler:
         return not (self._saves or self._actions or self._settling or self._acting is not None)
 
     def close(self, timeout_secs: float) -> None:
-        """End the threads; what is in flight is not waited for."""
+        """End the threads; what is in flight is not waited for.
+
+        No thread may be in a call of a store when the interpreter is finalised: there it would be
+        unwound through a destructor of C++, which ends the process.
+        """
+        self._given_up.set()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -354,7 +361,8 @@ class Settler:
     def _agree(self, save: InFlight, alarm: _Alarm) -> None:
         """Find the first poll that no rank has passed."""
         try:
-            comm = beside(save.comm, f"alarm/{save.planned.name}", _AGREE_SECS)
+            name = f"alarm/{save.planned.name}"
+            comm = beside(save.comm, name, _AGREE_SECS, self._given_up)
             phase = f"telling that the save to {save.path} failed"
             alarm.raise_at = comm.map_reduce(phase, lambda: alarm.earliest, _last)
         except Exception as error:  # noqa: BLE001 - then each rank raises as soon as it can

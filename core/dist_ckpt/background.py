@@ -181,7 +181,8 @@ class _Machinery:
 
     def _close_at_exit(self) -> None:
         if self._is_retired:
-            self._is_released.wait(_CLOSE_SECS)
+            if not self._is_released.wait(_CLOSE_SECS):
+                self.settler.close(_CLOSE_SECS)
         elif self._is_given_up:
             self._release(_CLOSE_SECS)
         else:

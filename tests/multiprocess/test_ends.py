@@ -6,6 +6,9 @@ import contextlib
 import datetime as dt
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -168,3 +171,61 @@ def test_a_rank_that_can_ask_nobody_looks_at_the_disk(tmp_path: Path, is_committ
     found = load_plain_tensors(tmp_path / "c")["w"]
     assert found[:, 0].tolist() == [value] * 5 + [value + 1] * 5
     assert hidden_entries([tmp_path]) == []
+
+
+SCRIPT = """
+    import sys
+    import threading
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from dist_ckpt._async_saving import PlannedSave
+    from dist_ckpt._background.agreement import CommitPoint
+    from dist_ckpt._background.hub import HubAddress
+    from dist_ckpt._comm.store import StoreCommunicator
+    from dist_ckpt._outcomes import InFlight
+    from dist_ckpt.background import BackgroundOptions, BackgroundSaver
+    from dist_ckpt.preemption import PreemptionGuard
+
+    port, folder = int(sys.argv[1]), Path(sys.argv[2])
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    comm = StoreCommunicator(store, rank=1, size=2, timeout_secs=600)
+    guard = PreemptionGuard(communicator=comm)
+    guard.__enter__()
+    saver = BackgroundSaver(BackgroundOptions(drain_timeout_secs=0.1))
+    nobody = HubAddress(("127.0.0.1",), port=1, token=b"x")
+    point = CommitPoint(nobody, "s/1", rank=1, size=2, timeout_secs=600)
+    planned = PlannedSave(
+        saver="s", number=1, target=folder / "c", directory=folder / "a", prepared=None, point=point
+    )
+    save = InFlight(number=1, path=folder / "c", comm=comm, planned=planned, error=OSError("boom"))
+    saver._settler.add(save)
+    while store.num_keys() and not saver._settler._settling:
+        pass
+    names = {one.name for one in threading.enumerate()}
+    assert {"dist_ckpt-settle", "dist_ckpt-preemption"} <= names, names
+
+    class Last:  # collected when the interpreter is finalised
+        def __del__(self, enumerate=threading.enumerate, write=sys.stdout.write):
+            write(" ".join(one.name for one in enumerate()))
+
+    last = Last()
+"""
+
+
+def test_no_thread_asks_a_store_while_the_interpreter_is_finalised(tmp_path: Path) -> None:
+    """It would end the process: ``terminate called without an active exception``.
+
+    A rank ends while its saver waits for the word of rank 0, which never comes, and while its guard
+    looks for requests; neither was closed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(store.port), str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+
+    assert "terminate called" not in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "MainThread", done.stderr

@@ -19,6 +19,7 @@ from dist_ckpt._comm.failures import describe_failure, merged_error
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailure
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterator, Sequence
 
     from torch._C._distributed_c10d import Store
@@ -48,14 +49,22 @@ class StoreCommunicator:
         size: Number of ranks.
         name: Prefix of the keys; one name, one sequence of exchanges.
         timeout_secs: How long a rank waits for the others in one exchange.
+        stop: Once it is set, nothing is waited for any more.
     """
 
     def __init__(
-        self, store: Store, *, rank: int, size: int, name: str = "dist_ckpt", timeout_secs: float
+        self,
+        store: Store,
+        *,
+        rank: int,
+        size: int,
+        name: str = "dist_ckpt",
+        timeout_secs: float,
+        stop: threading.Event | None = None,
     ) -> None:
         """Remember the store; nothing is exchanged yet."""
         self._store, self._rank, self._size = store, rank, size
-        self._name, self._timeout_secs = name, timeout_secs
+        self._name, self._timeout_secs, self._stop = name, timeout_secs, stop
 
     @property
     def rank(self) -> int:
@@ -67,7 +76,9 @@ class StoreCommunicator:
         """Number of ranks."""
         return self._size
 
-    def beside(self, name: str, *, timeout_secs: float) -> StoreCommunicator:
+    def beside(
+        self, name: str, *, timeout_secs: float, stop: threading.Event | None = None
+    ) -> StoreCommunicator:
         """Return the same ranks in a sequence of exchanges of their own, for another thread."""
         return StoreCommunicator(
             self._store,
@@ -75,6 +86,7 @@ class StoreCommunicator:
             size=self._size,
             name=f"{self._name}/{name}",
             timeout_secs=timeout_secs,
+            stop=stop,
         )
 
     def tell(self, key: str, value: object) -> None:
@@ -315,7 +327,11 @@ class StoreCommunicator:
                 waited = time.monotonic() - started
                 if waited >= timeout_secs:
                     return False
-                time.sleep(min(max(0.05 * waited, _SHORTEST_NAP_SECS), _LONGEST_NAP_SECS))
+                nap = min(max(0.05 * waited, _SHORTEST_NAP_SECS), _LONGEST_NAP_SECS)
+                if self._stop is None:
+                    time.sleep(nap)
+                elif self._stop.wait(nap):
+                    raise CoordinationError(f"rank {self._rank} was told to wait no longer.")
         return True
 
     @contextlib.contextmanager
