@@ -196,7 +196,7 @@ def test_a_program_that_just_ends_finishes_its_saves(tmp_path: Path, how: str) -
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
         env={"PYTHONPATH": ":".join(sys.path), "PATH": "", "OMP_NUM_THREADS": "1"},
     )
 

@@ -42,7 +42,7 @@ def test_modules_not_loaded(module: str) -> None:
     """In a fresh interpreter, importing this leaves those alone."""
     code = f"import json, sys; import {module}; print(json.dumps(sorted(sys.modules)))"
     process = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=300
     )
 
     loaded = set(json.loads(process.stdout))

@@ -78,7 +78,7 @@ def test_saves_among_faults(
     seed = SEED + RUNS.index((worker, overlap, budget, max_in_flight))
 
     records = run_ranks(
-        faulty, 2, str(tmp_path), seed, count, options, timeout_secs=120 + 3 * count
+        faulty, 2, str(tmp_path), seed, count, options, timeout_secs=300 + 3 * count
     )
 
     print(shown(records))

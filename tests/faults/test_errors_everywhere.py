@@ -44,7 +44,7 @@ from tests.faults._phases import on_thread_of, traces
 from tests.multiprocess._world import run_ranks
 
 SIZE = 3
-TIMEOUT_SECS = 20.0
+TIMEOUT_SECS = 60.0
 
 
 # -- system calls ----------------------------------------------------------------------------------

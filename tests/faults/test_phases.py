@@ -312,7 +312,7 @@ def test_a_failure_before_passing_on_is_told(
         )  # fmt: skip
         save({"w": shard, "v": shifted}, tmp_path / "c", ("zarr", 2), communicator=comm)
 
-    errors = ThreadWorld(2, timeout_secs=5).errors(save_flat)
+    errors = ThreadWorld(2, timeout_secs=60).errors(save_flat)
 
     assert set(errors) == {0, 1}
     assert all("passing on pieces" in str(error) for error in errors.values())

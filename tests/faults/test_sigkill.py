@@ -326,7 +326,7 @@ def test_the_newest_checkpoint_survives_any_kill(group: str, seed: int, tmp_path
     def one_round(seed: int) -> list[RankOutcome]:
         return run_ranks(
             live, sum(team.size for team in members), group, str(tmp_path), seed,
-            expect_errors=True, init_process_group=False, timeout_secs=100,
+            expect_errors=True, init_process_group=False, timeout_secs=300,
         )  # fmt: skip
 
     for number in range(LENGTH):

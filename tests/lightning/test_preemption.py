@@ -406,7 +406,7 @@ def test_ranks_that_lightning_has_started(tmp_path: Path) -> None:
     try:
         wait_for(tmp_path / "rank-0", tmp_path / "rank-1")
         job.send_signal(signal.SIGTERM)
-        _, told = job.communicate(timeout=60)
+        _, told = job.communicate(timeout=300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)

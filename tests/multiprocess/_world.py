@@ -111,7 +111,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_secs: float = 120,
+    timeout_secs: float = 300,
     expect_errors: bool = False,
     init_process_group: bool = True,
     env: Mapping[str, str] | None = None,

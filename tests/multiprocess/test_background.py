@@ -455,7 +455,7 @@ def refuses_others(rank: int, size: int, folder: str) -> str:
         def __init__(self) -> None:
             from dist_ckpt._comm import default_communicator
 
-            self._inner = default_communicator(timeout_secs=30)
+            self._inner = default_communicator(timeout_secs=60)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._inner, name)

@@ -369,7 +369,7 @@ def test_ranks_that_are_others_in_the_group() -> None:
 
 
 def barriers(rank: int, size: int) -> list[str]:
-    DistBarrier(timeout_secs=30).execute_barrier()
+    DistBarrier(timeout_secs=60).execute_barrier()
     config = CheckpointerConfig(barrier_config=BarrierConfig("dist_barrier"))
     checkpointer = make_sync_checkpointer(config)
     assert isinstance(checkpointer._writer._barrier, DistBarrier)
@@ -389,7 +389,7 @@ class BrokenOnOne(Barrier):
 
 
 def broken_barrier(rank: int, size: int, folder: str) -> str:
-    config = CheckpointWriterConfig(write_barrier_timeout_secs=30)
+    config = CheckpointWriterConfig(write_barrier_timeout_secs=60)
     writer = CheckpointWriter(config, RankInfo(rank, size), BrokenOnOne())
     with pytest.raises((CheckpointingException, TimeoutError)) as caught:
         writer.write(own(rank, 0), f"{folder}/c")

@@ -32,7 +32,7 @@ CASES = [(p, rank) for p in PHASES for rank in ((0, SIZE - 1) if p.everywhere el
 
 def all_phases(rank: int, size: int, path: str) -> list[str]:
     """Fail in each phase on each rank in turn; return the phases that were seen to fail."""
-    comm, target = all_processes(timeout_secs=20), Path(path, "c")
+    comm, target = all_processes(timeout_secs=60), Path(path, "c")
     save_at(target, comm, 0.0)
     seen = []
     for number, (phase, bad) in enumerate(CASES):
@@ -72,7 +72,7 @@ def test_one_rank_fails_in_each_phase(tmp_path: Path) -> None:
 
 
 def first_ever(rank: int, size: int, path: str) -> None:
-    comm, target = all_processes(timeout_secs=20), Path(path, "c")
+    comm, target = all_processes(timeout_secs=60), Path(path, "c")
     phase = next(p for p in PHASES if p.name == "write")
     error = _failing(phase, rank == 1, lambda: save_at(target, comm, 1.0))
     check_error(phase, 1, error)
@@ -133,7 +133,7 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
 def replaced_group(rank: int, size: int, path: str) -> None:
     """A new process group is a new sequence: an old failure cannot confuse it."""
     phase = next(p for p in PHASES if p.name == "plan")
-    comm = all_processes(timeout_secs=20)
+    comm = all_processes(timeout_secs=60)
     error = _failing(phase, rank == 0, lambda: save_at(Path(path), comm, 1.0))
     check_error(phase, 0, error)
     dist.barrier()
@@ -141,7 +141,7 @@ def replaced_group(rank: int, size: int, path: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{path}.rendezvous", rank=rank, world_size=size
     )
-    comm = all_processes(timeout_secs=20)
+    comm = all_processes(timeout_secs=60)
     save_at(Path(path), comm, 2.0)
     assert load_at(Path(path), comm) == 2.0
 

@@ -149,7 +149,7 @@ def test_a_process_without_memfd() -> None:
 
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
 
     _, shared_memory, file = MAKERS
@@ -204,7 +204,7 @@ def test_a_size_that_is_refused_late(tmp_path: Path) -> None:
 
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path,
     )  # fmt: skip
 
     assert done.stdout.splitlines() == ["True 65536", "True 65536", "0"]

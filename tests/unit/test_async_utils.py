@@ -84,7 +84,7 @@ def test_a_caller_runs_calls_in_order_and_reports_each_once(
     """A call that is under way is not done; blocking waits for it."""
     caller, gate, done = make(), threading.Event(), []
     try:
-        caller.schedule_async_call(AsyncRequest(lambda: gate.wait(20) and done.append(0), (), []))
+        caller.schedule_async_call(AsyncRequest(lambda: gate.wait(120) and done.append(0), (), []))
         caller.schedule_async_call(AsyncRequest(lambda: boom("second"), (), []))
         assert not caller.is_current_async_call_done(no_dist=True)
         gate.set()
@@ -117,7 +117,7 @@ def test_preloading_happens_before_scheduling_returns(make: Callable[[], AsyncCa
 def test_abort_does_not_wait(make: Callable[[], AsyncCaller]) -> None:
     """The call under way goes on by itself; the caller can be used again."""
     caller, gate, done = make(), threading.Event(), []
-    caller.schedule_async_call(AsyncRequest(lambda: gate.wait(20), (), []))
+    caller.schedule_async_call(AsyncRequest(lambda: gate.wait(120), (), []))
     caller.close(abort=True)
     assert not gate.is_set()
     gate.set()
@@ -180,7 +180,7 @@ def test_nothing_is_finalized_before_the_work_is_done() -> None:
     """Asking does not wait; work behind unfinished work has to wait too."""
     queue, gate, done = AsyncCallsQueue(), threading.Event(), []
     queue.schedule_async_request(
-        AsyncRequest(lambda: gate.wait(20), (), [lambda: done.append("slow")])
+        AsyncRequest(lambda: gate.wait(120), (), [lambda: done.append("slow")])
     )
     queue.schedule_async_request(AsyncRequest(None, (), [lambda: done.append("quick")]))
     assert queue.maybe_finalize_async_calls() == []
@@ -230,7 +230,7 @@ def test_an_aborted_queue_finalizes_nothing(
     """It does not wait either."""
     queue, gate, done = AsyncCallsQueue(persistent), threading.Event(), []
     queue.schedule_async_request(
-        AsyncRequest(lambda: gate.wait(20), (), [lambda: done.append("end")])
+        AsyncRequest(lambda: gate.wait(120), (), [lambda: done.append("end")])
     )
     queue.close(abort=True)
     assert "asynchronous calls given up: [0]" in caplog.text
@@ -251,7 +251,7 @@ def test_a_call_is_done_when_it_is_done_on_all_ranks() -> None:
     def run(comm: Communicator) -> list[list[int]]:
         queue = AsyncCallsQueue(communicator=comm)
         queue.schedule_async_request(
-            AsyncRequest((lambda: gate.wait(20)) if comm.rank == 2 else None, (), [])
+            AsyncRequest((lambda: gate.wait(120)) if comm.rank == 2 else None, (), [])
         )
         told = [queue.maybe_finalize_async_calls() for _ in range(3)]
         if comm.rank == 0:
@@ -273,12 +273,12 @@ def test_one_rank_that_waits_makes_all_wait() -> None:
 
         def work() -> None:
             started.set()
-            comm_gate.wait(20)
+            comm_gate.wait(120)
 
         for _ in range(2):
             queue.schedule_async_request(AsyncRequest(work if comm.rank == 1 else None, (), []))
         if comm.rank == 1:
-            started.wait(20)
+            started.wait(120)
             threading.Timer(0.05, comm_gate.set).start()
         done = queue.maybe_finalize_async_calls(blocking=comm.rank == 0)
         queue.close()

@@ -107,7 +107,7 @@ def test_a_save_is_committed(worker: Worker, tmp_path: Path) -> None:
 
     one = save(worker, order)
 
-    assert one.outcome.result(30) is None
+    assert one.outcome.result(120) is None
     assert one.written.result(0) >= 0
     assert is_committed(tmp_path / "c")
     found = b"".join((tmp_path / "c" / name).read_bytes() for name, _ in order.files)
@@ -123,7 +123,7 @@ def test_a_worker_process_has_no_framework() -> None:
     try:
         one = begin(worker, ReportOrder())
         one.all_staged()
-        modules = one.outcome.result(30)
+        modules = one.outcome.result(120)
     finally:
         worker.close(30)
 
@@ -180,7 +180,7 @@ def test_three_ranks_commit(team: list[Worker], tmp_path: Path) -> None:
 
     saves = all_saves(team, orders, orders)
 
-    assert [one.outcome.result(30) for one in saves] == [None] * 3
+    assert [one.outcome.result(120) for one in saves] == [None] * 3
     assert is_committed(tmp_path / "c")
     assert set(read_manifest(tmp_path / "c").files) == {
         "index.json",
@@ -213,7 +213,7 @@ def test_one_rank_fails_all(team: list[Worker], tmp_path: Path, rank: int) -> No
 
     again = list(file_orders(tmp_path / "c", 3))
     good = all_saves(team, again, again, name="save-2", number=2)
-    assert [one.outcome.result(30) for one in good] == [None] * 3
+    assert [one.outcome.result(120) for one in good] == [None] * 3
     assert is_committed(tmp_path / "c")
 
 
@@ -265,7 +265,7 @@ def test_a_rank_that_does_not_come(team: list[Worker], tmp_path: Path) -> None:
     points = point_of(team, timeout_secs=0.2)
 
     ready = save(team[2], orders[2], point=points[2])
-    ready.written.result(30)
+    ready.written.result(120)
     errors = failures([save(team[0], orders[0], point=points[0]), ready])
 
     assert all(isinstance(error, BarrierTimeoutError) for error in errors)
@@ -299,7 +299,7 @@ def test_killed_while_it_writes(tmp_path: Path) -> None:
 
         again = list(file_orders(tmp_path / "c", 2))
         saves = all_saves(team, again, again, name="save-2", number=2)
-        assert [one.outcome.result(30) for one in saves] == [None, None]
+        assert [one.outcome.result(120) for one in saves] == [None, None]
         assert team[1].pid != pid
     finally:
         for worker in reversed(team):
@@ -347,7 +347,7 @@ def test_killed_after_its_part(tmp_path: Path) -> None:
         os.kill(team[1].pid or 0, signal.SIGKILL)
         open_gate(gate)
 
-        assert [one.outcome.result(30) for one in (good, bad)] == [None, None]
+        assert [one.outcome.result(120) for one in (good, bad)] == [None, None]
         assert inner[0].publication is not None
         assert inner[0].publication.is_published()
     finally:
@@ -361,7 +361,7 @@ def test_killed_while_idle() -> None:
     try:
         first = begin(worker, ReportOrder("pid"))
         first.all_staged()
-        pid = first.outcome.result(30)[0]
+        pid = first.outcome.result(120)[0]
         ended = os.pidfd_open(pid)
         os.kill(pid, signal.SIGKILL)
         select.select([ended], [], [], 30)
@@ -374,7 +374,7 @@ def test_killed_while_idle() -> None:
             assert isinstance(outcome, WorkerDiedError)
             second = begin(worker, ReportOrder("pid"), number=3)
             second.all_staged()
-        assert second.outcome.result(30)[0] not in (pid, os.getpid())
+        assert second.outcome.result(120)[0] not in (pid, os.getpid())
     finally:
         worker.close(30)
 
@@ -385,7 +385,7 @@ def test_a_worker_process_stands_apart() -> None:
     try:
         one = begin(worker, ReportOrder("pid"))
         one.all_staged()
-        pid, parent, session, niceness = one.outcome.result(30)
+        pid, parent, session, niceness = one.outcome.result(120)
     finally:
         worker.close(30)
 
@@ -400,11 +400,11 @@ def test_signals_are_the_parents_business(name: str) -> None:
     try:
         first = begin(worker, ReportOrder("pid"))
         first.all_staged()
-        pid = first.outcome.result(30)[0]
+        pid = first.outcome.result(120)[0]
         os.kill(pid, getattr(signal, name))
         second = begin(worker, ReportOrder("pid"), number=2)
         second.all_staged()
-        assert second.outcome.result(30)[0] == pid
+        assert second.outcome.result(120)[0] == pid
     finally:
         worker.close(30)
 
@@ -416,18 +416,18 @@ def test_a_report_is_the_outcome(worker: Worker) -> None:
         one.staged(Run(0, 0, 4, 2))
         one.staged(Run(0, 2, 0, 3))
         one.all_staged()
-        assert one.outcome.result(30) == [b"ef", b"abc"]
+        assert one.outcome.result(120) == [b"ef", b"abc"]
 
         same = begin(worker, ReportOrder("descriptor"), memory, number=2)
         same.all_staged()
-        assert same.outcome.result(30) == 6
+        assert same.outcome.result(120) == 6
 
     bad = begin(worker, ReportOrder("?"), number=3)
     bad.all_staged()
     with pytest.raises(
         RankFailedError, match="writing nothing failed on rank 0. rank 0: ValueError"
     ):
-        bad.outcome.result(30)
+        bad.outcome.result(120)
     error = bad.outcome.exception(0)
     assert error is not None
     assert "in write" in str(error.__cause__)  # the traceback of the worker
@@ -435,7 +435,7 @@ def test_a_report_is_the_outcome(worker: Worker) -> None:
     cannot = begin(worker, ReportOrder("lambda"), number=4)
     cannot.all_staged()
     with pytest.raises(RankFailedError, match="ickl"):
-        cannot.outcome.result(30)
+        cannot.outcome.result(120)
 
 
 def test_an_arena_is_reused_and_forgotten(worker: Worker) -> None:
@@ -446,13 +446,13 @@ def test_an_arena_is_reused_and_forgotten(worker: Worker) -> None:
             one = begin(worker, ReportOrder("bytes"), memory, number=number)
             one.staged(Run(0, 0, 0, 5))
             one.all_staged()
-            assert one.outcome.result(30) == [data]
+            assert one.outcome.result(120) == [data]
         worker.forget_arena(1)
         worker.forget_arena(77)
         one = begin(worker, ReportOrder("bytes"), other, number=3)
         one.staged(Run(0, 0, 0, 5))
         one.all_staged()
-        assert one.outcome.result(30) == [b"other"]
+        assert one.outcome.result(120) == [b"other"]
 
 
 def test_a_forgotten_arena_serves_what_has_begun(worker: Worker, tmp_path: Path) -> None:
@@ -464,7 +464,7 @@ def test_a_forgotten_arena_serves_what_has_begun(worker: Worker, tmp_path: Path)
         for run in runs_of(order):
             one.staged(run)
         one.all_staged()
-        assert one.outcome.result(30) is None
+        assert one.outcome.result(120) is None
 
 
 def test_pieces_are_handed_back(worker: Worker, tmp_path: Path) -> None:
@@ -478,7 +478,7 @@ def test_pieces_are_handed_back(worker: Worker, tmp_path: Path) -> None:
             one.staged(run)
             one.wait_freed(run, 30)
         one.all_staged()
-        assert one.outcome.result(30) is None
+        assert one.outcome.result(120) is None
 
     data = (tmp_path / "c" / "__0_0.distcp").read_bytes()
     assert data == b"".join(bytes([n]) * 10 for n in range(10))
@@ -499,7 +499,7 @@ def test_no_piece_comes_back_from_a_failed_save(worker: Worker, tmp_path: Path) 
             one.wait_freed(Run(0, 0, 0, 10), 0.01)
         one.abandon(ValueError("enough"))
         with pytest.raises(RankFailedError, match="ValueError: enough"):
-            one.outcome.result(30)
+            one.outcome.result(120)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -520,7 +520,7 @@ def test_saves_end_in_order(worker: Worker, tmp_path: Path) -> None:
 
     open_gate(gate)
 
-    assert [one.outcome.result(30) for one in saves] == [None, None]
+    assert [one.outcome.result(120) for one in saves] == [None, None]
     assert ended == [1, 2]
 
 
@@ -573,7 +573,7 @@ def test_close_leaves_a_thread_after_the_time(tmp_path: Path) -> None:
     left = set(threading.enumerate()) - others  # they end those that they start themselves
     open_gate(gate)
     for thread in left:
-        thread.join(30)
+        thread.join(120)
 
 
 def test_no_python_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -624,7 +624,7 @@ def begin_and_close(kind: Literal["process", "thread"], folder: Path) -> None:
     for worker in team:
         worker.close(30)
     for thread in set(threading.enumerate()) - others:
-        thread.join(30)
+        thread.join(120)
 
 
 def resources() -> tuple[int, list[str], list[int]]:
@@ -644,13 +644,13 @@ def test_a_worker_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         first = begin(worker, ReportOrder("pid"))
         first.all_staged()
-        pid = first.outcome.result(30)[0]
+        pid = first.outcome.result(120)[0]
         os.kill(pid, signal.SIGSTOP)
 
         second = begin(worker, ReportOrder("pid"), number=2)
 
         with pytest.raises(WorkerDiedError, match="gave no sign of life for 0.5"):
-            second.outcome.result(30)
+            second.outcome.result(120)
     finally:
         worker.close(30)
 
@@ -662,11 +662,11 @@ def test_a_limit_on_files_is_an_error(tmp_path: Path) -> None:
     try:
         bad = save(worker, order, LimitedOrder(order, 500))
         with pytest.raises(StorageError, match=r"cannot write .*__0_\d.distcp.*EFBIG.*file-size"):
-            bad.outcome.result(30)
+            bad.outcome.result(120)
         assert list(tmp_path.iterdir()) == []
 
         (again,) = file_orders(tmp_path / "c", 1)
-        assert save(worker, again, number=2).outcome.result(30) is None
+        assert save(worker, again, number=2).outcome.result(120) is None
     finally:
         worker.close(30)
 
@@ -690,10 +690,10 @@ def test_half_a_message_ends_the_worker(monkeypatch: pytest.MonkeyPatch, tmp_pat
         wait_at_gate(gate)
         open_gate(gate)
 
-        assert first.outcome.result(30) is None
+        assert first.outcome.result(120) is None
         third = begin(worker, ReportOrder("pid"), number=3)
         third.all_staged()
-        assert third.outcome.result(30)[0] != pid
+        assert third.outcome.result(120)[0] != pid
     finally:
         worker.close(30)
 
@@ -724,7 +724,7 @@ def test_a_fork_of_training_leaves_the_worker_alone(tmp_path: Path) -> None:
             worker.close(0)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        assert save(worker, order).outcome.result(30) is None
+        assert save(worker, order).outcome.result(120) is None
         assert worker.pid == pid
     finally:
         worker.close(30)
@@ -741,7 +741,7 @@ def test_a_worker_goes_on_without_arena(worker: Worker) -> None:
         good = begin(worker, ReportOrder("bytes"), memory, number=2, key=2)
         good.all_staged()
 
-        assert good.outcome.result(30) == []
+        assert good.outcome.result(120) == []
         for descriptor in pipe:
             os.close(descriptor)
 
@@ -757,7 +757,7 @@ def test_close_does_not_wait_for_other_ranks_for_ever(tmp_path: Path) -> None:
         bad = save(team[1], inner[1], point=points[1])
         wait_at_gate(gate)
         os.kill(team[1].pid or 0, signal.SIGKILL)
-        bad.written.result(30)
+        bad.written.result(120)
 
         team[1].close(0.1)
 
@@ -765,7 +765,7 @@ def test_close_does_not_wait_for_other_ranks_for_ever(tmp_path: Path) -> None:
             bad.outcome.result(0)
         assert not [t for t in threading.enumerate() if t.name == "dist_ckpt-stand-in"]
         open_gate(gate)
-        assert good.outcome.result(30) is None
+        assert good.outcome.result(120) is None
     finally:
         team[0].close(30)
 
@@ -775,7 +775,7 @@ def test_a_worker_may_be_started_again(worker: Worker) -> None:
     for number in (1, 2):
         one = begin(worker, ReportOrder("bytes"), number=number)
         one.all_staged()
-        assert one.outcome.result(30) == []
+        assert one.outcome.result(120) == []
         worker.close(30)
         assert not worker.is_alive()
         assert worker.pid is None
@@ -785,7 +785,7 @@ def test_a_worker_that_died_between_saves(team: list[Worker], tmp_path: Path) ->
     """Its successor takes part in the next save, though the other ranks are ready long before."""
     first = list(file_orders(tmp_path / "a", 3))
     for one in all_saves(team, first, first):
-        assert one.outcome.result(30) is None
+        assert one.outcome.result(120) is None
     pid = team[1].pid
     if pid is not None:
         ended = os.pidfd_open(pid)
@@ -799,5 +799,5 @@ def test_a_worker_that_died_between_saves(team: list[Worker], tmp_path: Path) ->
     second = list(file_orders(tmp_path / "b", 3))
     saves = all_saves(team, second, second, name="save-2", number=2)
 
-    assert [one.outcome.result(30) for one in saves] == [None] * 3
+    assert [one.outcome.result(120) for one in saves] == [None] * 3
     assert is_committed(tmp_path / "b")

@@ -938,7 +938,7 @@ def test_nothing_is_left_when_a_script_ends(closes: bool, folder: Path) -> None:
 
     done = subprocess.run(
         [sys.executable, "-W", "error", str(script)],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
     assert (done.returncode, done.stderr) == (0, "")

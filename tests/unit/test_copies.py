@@ -56,7 +56,7 @@ def saved(path: Path, backend: Any = ("torch_dist", 1), **options: Any) -> Path:
 
 def run(command: str, folder: Path) -> None:
     subprocess.run(  # noqa: S602 - a shell's glob is the subject
-        command, shell=True, check=True, cwd=folder, timeout=60
+        command, shell=True, check=True, cwd=folder, timeout=300
     )
 
 

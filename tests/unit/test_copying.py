@@ -230,7 +230,7 @@ def test_copies_at_the_end_of_a_script() -> None:
 
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
 
     assert (done.stdout.split(), done.stderr) == (["True", "True"], "")

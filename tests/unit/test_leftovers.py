@@ -29,7 +29,7 @@ def dead_process() -> tuple[int, str]:
     """Return number and start of a process that has ended and been waited for."""
     code = "import dist_ckpt._engine.owners as o, os; print(os.getpid(), o.Owner.here().start)"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
     pid, start = done.stdout.split()
     return int(pid), start

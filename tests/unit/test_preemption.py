@@ -20,7 +20,7 @@ from dist_ckpt.preemption import Preempted, PreemptionGuard, shield_worker
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.types import Communicator
 
-WAIT_SECS = 20.0
+WAIT_SECS = 60.0
 
 
 def to_self(number: int = signal.SIGTERM) -> None:
@@ -196,7 +196,7 @@ finally:
 @pytest.mark.parametrize(("how", "code"), [("hangs", 143), ("closed", 7)])
 def test_a_process_that_hangs_is_ended_after_the_grace(how: str, code: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _LATE, how], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", _LATE, how], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == code, done.stderr
     assert not done.stdout

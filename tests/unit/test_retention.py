@@ -159,7 +159,7 @@ def test_the_import_is_light() -> None:
         "print([m for m in ('torch', 'numpy', 'pydantic', 'tensorstore') if m in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
     )
 
     assert done.stdout.strip() == "[]"
