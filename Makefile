@@ -8,23 +8,30 @@ STAMP := $(VENV)/.stamp
 # One BLAS thread a process: tests and demo start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: test soak demo lint bench matrix clean
+.PHONY: test soak demo lint lint-quick bench matrix clean
 
-# Lint first: it is quick. The suite comes last, so that the log ends with its summary. Two workers,
-# a file each at a time: much of the suite waits for processes to start.
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# A file each at a time, in the order of tests/conftest.py. One worker more than two cores: much of
+# the suite waits. mypy, which takes a minute the first time, runs beside it; what it finds is
+# printed last, and without findings the log ends with the summary of the tests.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test: lint-quick
+	@mkdir -p build; $(BIN)/mypy > build/mypy.log 2>&1 & types=$$!; \
+	$(PYTEST); tests=$$?; \
+	wait $$types || { cat build/mypy.log; exit 1; }; exit $$tests
 
 # What is too long for every run: the whole zoo of libraries, and the large numbers of rounds and
 # examples of which `make test` tries a sample (tests/_samples.py).
 soak: $(STAMP)
-	DIST_CKPT_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "soak or sampled or hypothesis"
+	DIST_CKPT_SOAK=1 $(PYTEST) -m "soak or sampled or hypothesis"
 
-lint: $(STAMP)
+lint: lint-quick
+	$(BIN)/mypy
+
+lint-quick: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/mypy
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py

@@ -29,8 +29,11 @@ _FOLDER_MARKERS = ("multiprocess", "lightning", "accelerate")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by the folder they are in: ``-m 'not multiprocess'`` is the quick suite.
 
-    What is marked ``soak`` runs only where ``-m`` names it.
+    What is marked ``soak`` runs only where ``-m`` names it. The zoo, whose worlds take longest, is
+    first and the many short files of ``unit`` are last, so that all workers end at the same time.
     """
+    order = {"zoo": -1, "unit": 1}
+    items.sort(key=lambda item: order.get(item.path.parent.name, 0))
     if "soak" not in config.option.markexpr:
         left = [item for item in items if item.get_closest_marker("soak")]
         config.hook.pytest_deselected(items=left)

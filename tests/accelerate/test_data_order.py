@@ -30,6 +30,7 @@ from tests.accelerate._orders import (
 from tests.multiprocess._world import run_ranks
 
 pytestmark = [
+    pytest.mark.sampled,
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
 
