@@ -231,8 +231,9 @@ def _add_model(found: _Signature, tensors: list[Any], model: nn.Module) -> None:
     """Add the modules' dicts themselves: what names the tensors walks the whole tree."""
     modules, seen = [model], {id(model)}
     for module in modules:  # grows on the way
-        if isinstance(module, FullyShardedDataParallel):
-            raise _Unfamiliar  # its flat parameters change their shape as it runs
+        if isinstance(module, FullyShardedDataParallel | torch.jit.ScriptModule):
+            # FSDP1's flat parameters change their shape as it runs; TorchScript hides its dicts.
+            raise _Unfamiliar
         held = module.__dict__
         parameters, buffers, children = held["_parameters"], held["_buffers"], held["_modules"]
         # Which child stands where: one that stands at several places is looked at once only.

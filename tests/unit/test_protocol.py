@@ -442,3 +442,19 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
     """The error names the model's class, and what stands in place of a name."""
     with pytest.raises(InvalidShardingError, match=r"Numbered\.state_dict\(\).* 3\."):
         save_model_and_optimizer(tmp_path / "c", Numbered())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_torchscript(tmp_path: Path) -> None:
+    """A scripted model, and a traced part of one, keep their state like any other."""
+
+    def make() -> nn.Module:
+        traced = torch.jit.trace(nn.BatchNorm1d(2), torch.rand(3, 2))
+        return nn.Sequential(torch.jit.script(nn.Linear(2, 2)), traced)
+
+    model, other = make(), make()
+
+    save_model_and_optimizer(tmp_path / "c", model)
+    load_model_and_optimizer(tmp_path / "c", other)
+
+    assert bits(dict(other.state_dict())) == bits(dict(model.state_dict()))

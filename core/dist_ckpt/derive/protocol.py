@@ -163,7 +163,7 @@ def has_own_state(model: nn.Module) -> bool:
     for module in modules:  # grows on the way
         cls, held = type(module), vars(module)
         if cls not in plain:
-            if _class_has_own_state(cls):
+            if _class_has_own_state(cls) or isinstance(module, torch.jit.ScriptModule):
                 return True
             plain.add(cls)
         if "state_dict" in held or "_save_to_state_dict" in held or has_odd_tensors(module):
@@ -189,8 +189,7 @@ def _class_has_own_state(cls: Any) -> bool:
 
 def has_odd_tensors(module: nn.Module) -> bool:
     """Whether a parameter or buffer of the module itself is stored as a value, see ``is_odd``."""
-    own = vars(module)
-    for held in (own["_parameters"], own["_buffers"]):
+    for held in (module._parameters, module._buffers):  # noqa: SLF001 - the protocol
         for one in held.values():
             if one is not None and is_odd(one):
                 return True
