@@ -444,7 +444,7 @@ def test_names_that_are_no_text_are_refused(tmp_path: Path) -> None:
         save_model_and_optimizer(tmp_path / "c", Numbered())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
 def test_torchscript(tmp_path: Path) -> None:
     """A scripted model, and a traced part of one, keep their state like any other."""
 
