@@ -307,7 +307,10 @@ class CheckpointView:
         )
 
         def build() -> LoadRequest:
-            return LoadRequest(state_dict={"models": {str(i): plan().request(self._wanted(i))}})
+            wanted = self._wanted(i)
+            if self._options.cast == "error":
+                plan().check_dtypes(wanted)
+            return LoadRequest(state_dict={"models": {str(i): plan().request(wanted)}})
 
         result = run_load(
             build,

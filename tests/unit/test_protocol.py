@@ -17,6 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from dist_ckpt import load_model_and_optimizer, save_model_and_optimizer
 from dist_ckpt.derive.model import without_wrappers
 from dist_ckpt.errors import InvalidShardingError, MismatchError
+from dist_ckpt.options import LoadOptions
 from dist_ckpt.training_state import CheckpointView
 
 
@@ -458,3 +459,15 @@ def test_torchscript(tmp_path: Path) -> None:
     load_model_and_optimizer(tmp_path / "c", other)
 
     assert bits(dict(other.state_dict())) == bits(dict(model.state_dict()))
+
+
+def test_casts_of_modules_with_load_code_are_refused_too(tmp_path: Path) -> None:
+    """``cast="error"`` means all entries, also those that a module copies itself."""
+    save_model_and_optimizer(tmp_path / "c", nn.Sequential(nn.BatchNorm1d(2)))
+    other = nn.Sequential(nn.BatchNorm1d(2)).to(torch.bfloat16)
+
+    with pytest.raises(MismatchError, match=r"0\.weight.*bfloat16 is expected, .*float32"):
+        load_model_and_optimizer(tmp_path / "c", other, options=LoadOptions(cast="error"))
+
+    load_model_and_optimizer(tmp_path / "c", other)
+    assert other[0].weight.dtype == torch.bfloat16

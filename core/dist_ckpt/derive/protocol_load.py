@@ -222,6 +222,22 @@ class ModelLoad:
                 request[name] = self._aside(name, found)
         return request
 
+    def check_dtypes(self, stored: Callable[[str], ShardedTensor | None]) -> None:
+        """Refuse entries that a module with load code would cast; others are compared when read.
+
+        Raises:
+            MismatchError: Naming all of them.
+        """
+        problems = []
+        for name, item in self._layout.tensors.items():
+            found = stored(name) if self._is_read_aside(name) else None
+            if found is not None and found.dtype != item.local.dtype:
+                problems.append(
+                    f"{name!r}: {item.local.dtype} is expected, {found.dtype} is stored"
+                )
+        if problems:
+            raise MismatchError("; ".join(problems), hint='cast="allow" converts.')
+
     def fill(self, loaded: Mapping[str, Any], *, strict: bool = False) -> LoadReport:
         """Give what was read to the modules, and all of PyTorch's hooks their turn.
 
