@@ -94,12 +94,7 @@ def save_state(accelerator: Accelerator, registration: Registration, output_dir:
     _warn(accelerator, attendance, announced)
     if attendance == "late":
         return Path(announced)
-    if attendance == "alone":
-        registration.drain()
-        saver, comm = None, single_process()
-    else:
-        saver = registration.saver(accelerator)
-        comm = all_processes(timeout_secs=io.config.timeout_secs)
+    saver, comm = _savers(accelerator, registration, attendance)
     in_flight = () if saver is None else saver.in_flight
     plan = comm.map_reduce(
         "opening a save",
@@ -135,6 +130,17 @@ def save_state(accelerator: Accelerator, registration: Registration, output_dir:
     if comm.rank == 0:
         _prune(accelerator, saver, sinks)
     return plan.target
+
+
+def _savers(
+    accelerator: Accelerator, registration: Registration, attendance: Attendance
+) -> tuple[BackgroundSaver | None, Communicator]:
+    """Return what saves in the background, if that is wanted, and the ranks that take part."""
+    if attendance == "alone":
+        registration.drain()
+        return None, single_process()
+    comm = all_processes(timeout_secs=registration.io.config.timeout_secs)
+    return registration.saver(accelerator), comm
 
 
 def _warn(accelerator: Accelerator, attendance: Attendance, target: str) -> None:

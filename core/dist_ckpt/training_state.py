@@ -331,11 +331,12 @@ class CheckpointView:
             merge_reports,
         )
         if strict and (report.missing or report.unexpected):
-            near = describe_unexpected(report.missing, self.model_names(i))
-            raise MismatchError(
-                f"{self._contents.directory}: {report.describe(bare_module(model))}",
-                hint="; ".join([*near[:8], "strict=False skips what only one side has."]),
-            )
+            raise self._mismatch(i, report.describe(bare_module(model)), report.missing)
+
+    def _mismatch(self, i: int, text: str, missing: Sequence[str]) -> MismatchError:
+        near = describe_unexpected(missing, self.model_names(i))
+        hint = "; ".join([*near[:8], "strict=False skips what only one side has."])
+        return MismatchError(f"{self._contents.directory}: {text}", hint=hint)
 
     def _given(self, i: int, values: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Return the state dict to load, by canonical names."""

@@ -58,6 +58,7 @@ def test_the_one_before_is_taken(
     assert all(is_checkpoint(path) for path in folder.glob("step=*.ckpt") if moved)
     assert [one for one in caplog.messages if "step=9.ckpt is" in one and "skipped" in one]
     told = [json.loads(line) for line in events.read_text().splitlines()]
+    told = [one for one in told if one["event"] in {"Skipped", "SetAside"}]
     assert [one["event"] for one in told] == ["Skipped"] + (["SetAside"] if moved else [])
     assert all(one["path"] == str(folder / "step=9.ckpt") for one in told)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+import dist_ckpt._remembering as remembering
 import dist_ckpt._saving as saving
 from dist_ckpt import load_plain_tensors
 from dist_ckpt.derive import model_layout
@@ -46,8 +48,12 @@ def train_until(rank: int, world_size: int, layout: str, root: str, accident: st
     trainer = make_trainer(layout, root, max_steps=3, callbacks=[every_3_steps(root)])
     trainer.fit(Tiny(), loader(layout))
     trainer = make_trainer(layout, root, max_steps=9, callbacks=[every_3_steps(root)])
-    what = {"killed": kill, "full": fail if rank == 1 else saving.write_part}[accident]
-    with mock.patch.object(saving, "write_part", what):
+    # The first save of a plan is written by the one, those that remember it by the other.
+    with contextlib.ExitStack() as stack:
+        for place, name in ((saving, "write_part"), (remembering, "_written")):
+            if accident == "killed" or rank == 1:
+                what = kill if accident == "killed" else fail
+                stack.enter_context(mock.patch.object(place, name, what))
         trainer.fit(Tiny(), loader(layout), ckpt_path=Path(root, "step=3.ckpt"))
     return trainer.global_step
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from dist_ckpt import _saving as saving
+from dist_ckpt import _remembering as remembering
 from dist_ckpt import recovery
 from lightning_dist_ckpt import _retention
 from tests._damage import data_file
@@ -96,7 +96,7 @@ def kill(*_: Any, **__: Any) -> None:
 
 def die_in_a_save(rank: int, world_size: int, root: str) -> None:
     """Be killed while files are written."""
-    with mock.patch.object(saving, "write_part", kill):
+    with mock.patch.object(remembering, "_written", kill):
         train(root)
 
 

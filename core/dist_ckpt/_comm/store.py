@@ -179,7 +179,8 @@ class StoreCommunicator:
             self._set(f"{number}/in/{self._rank}", (phase, value, failure))
             try:
                 verdict = self._await_verdict(phase, number)
-                self._forget(number)
+                if not isinstance(verdict, _Missing):  # others still look who has arrived
+                    self._forget(number)
             finally:
                 self._leave(number)  # the last touch: from here on the store may be gone
         if isinstance(verdict, _Missing):
