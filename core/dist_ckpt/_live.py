@@ -30,9 +30,9 @@ from dist_ckpt.derive.optim_form import ORDER
 from dist_ckpt.derive.protocol import (
     Entries,
     given_entries,
+    holds_own_part,
     model_state,
     own_entries,
-    speaks_for_part,
 )
 from dist_ckpt.derive.slots import unwrap_optimizer
 from dist_ckpt.derive.state_spec import find_state_spec
@@ -196,9 +196,9 @@ def _stored(
     model = objects.models[i]
     state = model_state(model, layout, entries)
     rank, _ = current_rank()
-    speaks = rank == 0 or speaks_for_part(model, equal=objects.replicas == "equal")
-    stored = stored_state(state, layout, prefix=f"models.{i}.", speaks=speaks)
-    return stored.tensors, model_document(state, stored) if speaks else {}
+    stores_values = rank == 0 or holds_own_part(model, equal=objects.replicas == "equal")
+    stored = stored_state(state, layout, prefix=f"models.{i}.", stores_values=stores_values)
+    return stored.tensors, model_document(state, stored) if stores_values else {}
 
 
 def _signature(objects: LiveObjects, entries: Sequence[Entries | None]) -> _Signature:

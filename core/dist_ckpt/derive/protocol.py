@@ -39,13 +39,13 @@ __all__ = [
     "given_entries",
     "has_odd_tensors",
     "has_own_state",
+    "holds_own_part",
     "is_of_wrapper",
     "local_state_dict",
     "model_state",
     "own_entries",
     "own_versions",
     "owned_by",
-    "speaks_for_part",
 ]
 
 EXTRA_STATE = "_extra_state"
@@ -207,11 +207,11 @@ def is_of_wrapper(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 
-def speaks_for_part(model: nn.Module, *, equal: bool) -> bool:
+def holds_own_part(model: nn.Module, *, equal: bool) -> bool:
     """Whether this rank may be the only one to tell of a part of the model that rank 0 lacks.
 
     Rank 0 tells what is no tensor. A pipeline stage on other ranks has modules that rank 0 does not
-    have: there, the first rank of each device mesh speaks, and every rank with plain parameters
+    have: there, the first rank of each device mesh stores them, and every rank with plain parameters
     that nothing is known to keep equal.
 
     Args:

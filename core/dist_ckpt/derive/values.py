@@ -50,7 +50,7 @@ class StoredState:
 
 
 def stored_state(
-    state: ModelState, layout: ModelLayout, *, prefix: str, speaks: bool
+    state: ModelState, layout: ModelLayout, *, prefix: str, stores_values: bool
 ) -> StoredState:
     """Describe what this rank stores of a model; the tensors' keys are ``prefix + name``.
 
@@ -62,7 +62,7 @@ def stored_state(
         state: What there is.
         layout: Of the model.
         prefix: Begin of all keys.
-        speaks: Whether this rank tells what is not cut; of several, the lowest rank's is stored.
+        stores_values: Whether this rank tells what is not cut; of several, the lowest rank's is stored.
 
     Raises:
         InvalidShardingError: A module makes entries out of sharded parameters in a form that says
@@ -94,10 +94,12 @@ def stored_state(
         if first != name and _is_same(state.values.get(first), value):
             tied[name] = first
         elif not is_plain_tensor(value):
-            if speaks:
+            if stores_values:
                 values[name] = value
         else:
-            described = _described(f"{prefix}{name}", value, layout, name, speaks=speaks)
+            described = _described(
+                f"{prefix}{name}", value, layout, name, stores_values=stores_values
+            )
             if described is not None:
                 tensors[name] = described
     return StoredState(tensors=tensors, tied=tied, values=values)
@@ -217,7 +219,7 @@ def fill_shared(layout: ModelLayout, loaded: Mapping[str, Any]) -> None:
 
 
 def _described(
-    key: str, value: torch.Tensor, layout: ModelLayout, name: str, *, speaks: bool
+    key: str, value: torch.Tensor, layout: ModelLayout, name: str, *, stores_values: bool
 ) -> ShardedTensor | list[ShardedTensor] | None:
     """Return the description; None if others tell of it."""
     own = owned_by(layout, name)
@@ -226,7 +228,7 @@ def _described(
         return dtensor_layout(value, name=name, equal=equal).shard(key, local_of(value))
     if own is not None and tuple(value.shape) == own.layout.local_shape:
         return own.layout.shard(key, value)
-    if not speaks:
+    if not stores_values:
         return None
     return replicated_layout(tuple(value.shape), writer="first").shard(key, value)
 
