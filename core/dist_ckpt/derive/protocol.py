@@ -210,9 +210,9 @@ def is_of_wrapper(hook: Any) -> bool:
 def holds_own_part(model: nn.Module, *, equal: bool) -> bool:
     """Whether this rank may be the only one to tell of a part of the model that rank 0 lacks.
 
-    Rank 0 tells what is no tensor. A pipeline stage on other ranks has modules that rank 0 does not
-    have: there, the first rank of each device mesh stores them, and every rank with plain parameters
-    that nothing is known to keep equal.
+    Rank 0 stores what is no tensor. A pipeline stage on other ranks has modules that rank 0 does
+    not have: there, the first rank of each device mesh stores it, and every rank with plain
+    parameters that nothing is known to keep equal.
 
     Args:
         model: The model, wrapped or not.

@@ -62,7 +62,8 @@ def stored_state(
         state: What there is.
         layout: Of the model.
         prefix: Begin of all keys.
-        stores_values: Whether this rank tells what is not cut; of several, the lowest rank's is stored.
+        stores_values: Whether this rank stores what is not cut; of several, the lowest rank's
+            counts.
 
     Raises:
         InvalidShardingError: A module makes entries out of sharded parameters in a form that says
