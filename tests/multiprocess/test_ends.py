@@ -133,6 +133,7 @@ def lose_rank_0(rank: int, size: int, folder: str, is_committed: bool) -> str:
         saver = BackgroundSaver()
         saver.save(state(rank, size, 1.0), path)
         saver.drain()
+        dist.barrier()  # the worker of rank 0 has told the other one how that save ended
         old, pid = path.stat().st_ino, worker_pid(saver)
         assert pid is not None
         if rank == 0 and is_committed:
