@@ -10,6 +10,7 @@ environment is removed after its row: torch for CUDA takes some gigabytes.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,10 +77,11 @@ def run(row: Row, base: Path) -> bool:
                 [python, "-m", "pip", "install", "--quiet", "--upgrade", *row.packages], check=True
             )
         versions = {name: _version(python, name) for name in SHOWN}
+        when = f"{datetime.now(UTC):%Y-%m-%d}, {_commit()}"
         suites: dict[str, dict[str, object]] = {}
         for name in row.suites:
             suites[name] = _suite(python, name, place)
-            found = {"name": row.name, "versions": versions, "suites": suites}
+            found = {"name": row.name, "ran": when, "versions": versions, "suites": suites}
             (OUT / f"{row.name}.json").write_text(json.dumps(found, indent=1) + "\n")
         print(json.dumps(found), flush=True)
         return not any(suite["failed"] for suite in suites.values())
@@ -91,6 +94,13 @@ def _version(python: Path, name: str) -> str:
     return subprocess.run(
         [python, "-c", code], check=True, capture_output=True, text=True
     ).stdout.strip()
+
+
+def _commit() -> str:
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.strip()  # fmt: skip
 
 
 def _suite(python: Path, name: str, place: Path) -> dict[str, object]:
@@ -122,8 +132,8 @@ def _suite(python: Path, name: str, place: Path) -> dict[str, object]:
 def table() -> str:
     """Return the table of all rows that were run."""
     lines = [
-        f"| row | {' | '.join(SHOWN)} | {' | '.join(SUITES)} | failed |",
-        "|---" * (len(SHOWN) + len(SUITES) + 2) + "|",
+        f"| row | {' | '.join(SHOWN)} | {' | '.join(SUITES)} | failed | ran |",
+        "|---" * (len(SHOWN) + len(SUITES) + 3) + "|",
     ]
     for row in ROWS:
         path = OUT / f"{row.name}.json"
@@ -136,7 +146,7 @@ def table() -> str:
         more = f" and {len(failed) - MOST_NAMES} more" if len(failed) > MOST_NAMES else ""
         told = ", ".join(failed[:MOST_NAMES]) + more if failed else "none"
         versions = [found["versions"][name] for name in SHOWN]
-        lines.append(f"| {' | '.join([row.name, *versions, *cells, told])} |")
+        lines.append(f"| {' | '.join([row.name, *versions, *cells, told, found['ran']])} |")
     return "\n".join(lines) + "\n"
 
 
@@ -166,6 +176,16 @@ def main() -> int:
     if unknown := set(chosen) - {row.name for row in ROWS}:
         parser.error(f"no rows: {sorted(unknown)}")
     OUT.mkdir(parents=True, exist_ok=True)
+    # A second run would remove an environment under the tests of the first.
+    with (OUT / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            parser.error(f"another run uses {OUT}: wait for its end")
+        return _rows(chosen, asked)
+
+
+def _rows(chosen: list[str], asked: argparse.Namespace) -> int:
     failed = False
     for row in ROWS if not asked.table else ():
         if row.name in chosen:
