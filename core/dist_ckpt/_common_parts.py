@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dist_ckpt.dict_utils import diff, nested_items_with_path
+from dist_ckpt.dict_utils import diff, nested_items_with_path, strided_parts
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.validation import shortened
 
@@ -54,36 +54,62 @@ def _is_tensor(value: object) -> bool:
 
 
 def digest_of(common: StateDict) -> bytes:
-    """Return 16 bytes that are equal for equal parts; equal values may have two digests."""
+    """Return 16 bytes that are equal for equal parts; equal values may have two digests.
+
+    Never raises: what cannot be compared is no reason to fail a save.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    _feed(digest, common)
+    try:
+        _feed(digest, common, set())
+    except Exception:  # of any class of the user's
+        logger.debug("the common part cannot be compared", exc_info=True)
+        return bytes(16)
     return digest.digest()
 
 
-def _feed(digest: Any, value: Any) -> None:
-    """Add a value, so that neither order of sets and dicts nor addresses count."""
+def _feed(digest: Any, value: Any, inside: set[int]) -> None:
+    """Add a value, so that neither order of sets and dicts nor addresses count.
+
+    ``inside`` has the ids of the values that this one stands in: one of them ends here.
+    """
     digest.update(f"<{type(value).__qualname__}>".encode())
+    if id(value) in inside:
+        return
+    inside.add(id(value))
     if isinstance(value, torch.Tensor):
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        digest.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b"")
+        _feed_tensor(digest, value.detach())
     elif isinstance(value, dict):
         for key in sorted(value, key=repr):
-            _feed(digest, key)
-            _feed(digest, value[key])
+            _feed(digest, key, inside)
+            _feed(digest, value[key], inside)
     elif isinstance(value, list | tuple):
         for one in value:
-            _feed(digest, one)
+            _feed(digest, one, inside)
     elif isinstance(value, set | frozenset):
         digest.update(repr(sorted(map(repr, value))).encode())
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
         digest.update(f"{value.dtype}{value.shape}".encode())
         digest.update(np.ascontiguousarray(value).tobytes())
     elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        _feed(digest, vars(value))
+        _feed(digest, vars(value), inside)
     else:
         digest.update(repr(value).encode())
+    inside.discard(id(value))
     digest.update(b"</>")
+
+
+def _feed_tensor(digest: Any, tensor: torch.Tensor) -> None:
+    """Add dtype, shape and elements; of a tensor that is not plain those of its parts."""
+    digest.update(f"{tensor.dtype}{tensor.layout}".encode())
+    parts = strided_parts(tensor)
+    if parts is not None:
+        for one in parts:
+            _feed_tensor(digest, one)
+        return
+    digest.update(f"{tuple(tensor.shape)}".encode())
+    if tensor.numel() and not tensor.is_meta:
+        plain = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy())
 
 
 def compare_common(comm: Communicator, common: StateDict) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "nested_items_with_path",
     "nested_values",
     "positions",
+    "strided_parts",
 ]
 
 Tree: TypeAlias = dict[Any, Any] | list[Any]
@@ -413,14 +414,14 @@ def diff(
 def _leaves_equal(x1: Any, x2: Any) -> bool:
     if x1 is x2:
         return True
-    if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
-        return _tensors_equal(x1.detach(), x2.detach())
     if isinstance(x1, tuple) and isinstance(x2, tuple):
         return len(x1) == len(x2) and not any(any(diff(a, b)) for a, b in zip(x1, x2, strict=True))
     if type(x1) is type(x2) and _compares_by_fields(x1):
         names = (f.name for f in fields(x1) if f.compare and f.name != "replica_id")
         return not any(any(diff(getattr(x1, n, None), getattr(x2, n, None))) for n in names)
     try:
+        if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
+            return _tensors_equal(x1.detach(), x2.detach())
         return _compare_equal(x1, x2)
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False  # not comparable, so not equal
@@ -442,9 +443,60 @@ def _compare_equal(x1: Any, x2: Any) -> bool:
     return bool(same_shape and not (unequal & ~both_nan).any())
 
 
+def strided_parts(x: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return the plain tensors that a sparse, nested or quantised one consists of.
+
+    None for a plain tensor. The bytes of the others cannot be viewed: torch refuses, or crashes.
+    """
+    if x.is_nested:
+        return list(x.unbind())
+    if x.is_quantized:
+        return _quantised_parts(x)
+    return None if x.layout is torch.strided else _sparse_parts(x)
+
+
+def _quantised_parts(x: torch.Tensor) -> list[torch.Tensor]:
+    if x.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        settings = [float(x.q_scale()), float(x.q_zero_point())]
+        return [x.int_repr(), torch.tensor(settings, dtype=torch.float64)]
+    axis = torch.tensor(x.q_per_channel_axis())
+    return [x.int_repr(), x.q_per_channel_scales(), x.q_per_channel_zero_points(), axis]
+
+
+def _sparse_parts(x: torch.Tensor) -> list[torch.Tensor]:
+    if x.layout is torch.sparse_coo:
+        x = x.coalesce()
+        return [x.indices(), x.values()]
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    return [x.to_dense()]
+
+
+def _parts_equal(
+    x1: torch.Tensor, x2: torch.Tensor, parts1: list[torch.Tensor], parts2: list[torch.Tensor]
+) -> bool:
+    kinds = [(x.is_nested, x.is_quantized, x.layout) for x in (x1, x2)]
+    return (
+        kinds[0] == kinds[1]
+        and (x1.is_nested or x1.shape == x2.shape)
+        and len(parts1) == len(parts2)
+        and all(_tensors_equal(a, b) for a, b in zip(parts1, parts2, strict=True))
+    )
+
+
 def _tensors_equal(x1: torch.Tensor, x2: torch.Tensor) -> bool:
-    if x1.shape != x2.shape:
-        return False
+    parts1, parts2 = strided_parts(x1), strided_parts(x2)
+    if parts1 is not None or parts2 is not None:
+        both = parts1 is not None and parts2 is not None
+        return both and _parts_equal(x1, x2, parts1 or [], parts2 or [])
+    if x1.is_meta or x2.is_meta:  # no elements that could differ, if both are
+        return (x1.is_meta, x1.shape, x1.dtype) == (x2.is_meta, x2.shape, x2.dtype)
+    return x1.shape == x2.shape and _elements_equal(x1, x2)
+
+
+def _elements_equal(x1: torch.Tensor, x2: torch.Tensor) -> bool:
     if x1.device != x2.device:
         x1, x2 = x1.cpu(), x2.cpu()
     if x1.dtype != x2.dtype:

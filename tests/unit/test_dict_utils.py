@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections import OrderedDict, deque, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -412,6 +415,58 @@ def test_diff_of_every_dtype(dtype: torch.dtype) -> None:
 
     assert diff(x.view(dtype), x.clone().view(dtype)) == ([], [], [])
     assert len(diff(x.view(dtype), y.view(dtype))[2]) == 1
+
+
+def quantised(scale: float, zero: float = 0.0) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(2, 2) * scale, scale, int(zero), torch.qint8)
+
+
+def quantised_by_row(scale: float) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scales, zeros = torch.tensor([1.0, scale]), torch.zeros(2, dtype=torch.int64)
+        return torch.quantize_per_channel(torch.ones(2, 2), scales, zeros, 0, torch.qint8)
+
+
+def sparse(layout: torch.layout, last: float) -> torch.Tensor:
+    size = (1, 1) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dense = torch.diag(torch.tensor([1.0, last]))
+        return dense.to_sparse(layout=layout, blocksize=size)
+
+
+def nested(last: float) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([torch.ones(2), torch.full((3,), last)])
+
+
+KINDS: dict[str, Callable[[float], torch.Tensor]] = {
+    "quantised": quantised,
+    "quantised by row": quantised_by_row,
+    "nested": nested,
+    "meta": lambda last: torch.empty(int(last), device="meta"),
+    **{
+        str(layout): partial(sparse, layout)
+        for layout in (
+            torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_diff_of_tensors_without_plain_memory(kind: str) -> None:
+    """They are compared by what they consist of; torch has no comparison, or crashes."""
+    make = KINDS[kind]
+
+    assert diff(make(2), make(2)) == ([], [], [])
+    assert len(diff({"x": make(2)}, {"x": make(4)})[2]) == 1
+    assert len(diff(make(2), torch.eye(2))[2]) == 1
+    assert len(diff(torch.eye(2), make(2))[2]) == 1
 
 
 class Incomparable:
