@@ -90,7 +90,9 @@ class Source:
     """Where sharded leaves and the common part come from, if not from our own formats.
 
     Attributes:
-        stored: Returns what is stored, without data: tensors by key, objects by unique key.
+        stored: Returns what is stored, without data: tensors by key, objects by unique key. A
+            source that cannot tell of its objects returns those that it is given; given None, it
+            raises NotImplementedError.
         read: Returns the values of tensors and objects, in order; called on every rank, and may
             exchange with other ranks by itself. None: read as our own formats.
         read_common: Returns the common part. None: read as our own.
@@ -99,7 +101,10 @@ class Source:
         refuses_casts: Whether another dtype is an error even if the options allow it.
     """
 
-    stored: Callable[[], Mapping[str, ShardedTensor | ShardedObject]] | None = None
+    stored: (
+        Callable[[Sequence[ShardedObject] | None], Mapping[str, ShardedTensor | ShardedObject]]
+        | None
+    ) = None
     read: (
         Callable[[Sequence[ShardedTensor], Sequence[ShardedObject]], tuple[list[Any], list[Any]]]
         | None
@@ -169,7 +174,7 @@ def run_load(
     def match() -> _Request:
         asked = build()
         with collector_paused():
-            return _match(asked, contents, options)
+            return _match(asked, contents, options, policy)
 
     request = functools.cache(match)
     missing = comm.map_reduce(
@@ -259,12 +264,16 @@ def read_common(contents: CheckpointContents, options: LoadOptions) -> StateDict
     return common
 
 
-def _match(asked: LoadRequest, contents: CheckpointContents, options: LoadOptions) -> _Request:
+def _match(
+    asked: LoadRequest, contents: CheckpointContents, options: LoadOptions, policy: StrictPolicy
+) -> _Request:
     """Take the request apart and compare it with what is stored. Every rank."""
     source, known = asked.source, contents
-    if source.stored is not None:
-        known = replace(contents, index=index_of(source.stored()))
     parts = split_for_load(asked.state_dict)
+    if source.stored is not None:
+        # Missing keys are known only to who knows all that is stored.
+        all_of_it = source.stored(None if policy.check_missing else parts.objects)
+        known = replace(contents, index=index_of(all_of_it))
     table = local_shards(parts.tensors, with_data=False).table
     wanted = wanted_of(table, known.index.tensors)
     absent = {table.keys[at] for at in np.flatnonzero(~wanted.stored.is_tensor).tolist()}

@@ -30,18 +30,24 @@ from dist_ckpt.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
-    apply_factory_merges,
 )
 from dist_ckpt.utils import reject_hidden_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterator, Mapping
 
     from dist_ckpt.types import ShardedStateDict, StateDict
 
 T = TypeVar("T")
 
-__all__ = ["LoadParts", "SaveParts", "merge_after_load", "split_for_load", "split_for_save"]
+__all__ = [
+    "LoadParts",
+    "SaveParts",
+    "merge_after_load",
+    "split_for_load",
+    "split_for_save",
+    "without_marks",
+]
 
 _HOLE_KEY = "__sharded__"
 """In a list of the common part, ``{"__sharded__": true}`` keeps the place of a sharded leaf."""
@@ -58,6 +64,9 @@ _MOST_STEPS = 12
 
 _COMMON = frozenset({torch.Tensor, bool, bytes, float, int, str, type(None)})
 """Leaves that are common values, with nothing inside."""
+
+_CONTAINERS = frozenset({dict, list})
+"""Classes of the containers that may have had sharded leaves in them."""
 
 _LEAVES = _COMMON | {LocalNonpersistentObject, ShardedObject, ShardedTensor}
 """Leaves that nothing hides in: most are of these types, and that is quickly seen."""
@@ -308,7 +317,8 @@ def merge_after_load(
         objects: ``id(ShardedObject)`` -> loaded object, likewise.
 
     Raises:
-        MismatchError: A list of the request and of the checkpoint differ in length.
+        MismatchError: A list of the request and of the checkpoint differ in length, or only some
+            of what a factory has built was loaded.
     """
     whole = {id(one) for one in objects.values()}
 
@@ -325,9 +335,51 @@ def merge_after_load(
 
     loaded = _map_leaves(value, parts.template)
     if parts.factories:
-        loaded = apply_factory_merges(loaded, parts.factories)
+        found = tensors.keys() | objects.keys()
+        loaded = _with_factories(loaded, parts.template, parts.factories, found)
     merged = _merged(common, loaded, (), whole)
     return merged if isinstance(merged, dict) else {}
+
+
+def _with_factories(loaded: Any, built: Any, factories: Any, found: Container[int]) -> Any:
+    """Return ``loaded`` with what factories merge, in place.
+
+    A factory is absent if nothing that it has built was loaded: a strict mode has dropped it.
+
+    Args:
+        loaded: Of the same nesting as ``built``.
+        built: The request with factories built.
+        factories: Factories as leaves, lists as dicts by position.
+        found: The ids of the leaves of ``built`` that were loaded.
+
+    Raises:
+        MismatchError: Only some of its leaves were loaded.
+    """
+    if not isinstance(factories, ShardedTensorFactory):
+        for key, below in factories.items():
+            loaded[key] = _with_factories(loaded[key], built[key], below, found)
+        return loaded
+    leaves = [one for one in nested_values([built]) if isinstance(one, ShardedBase)]
+    lacking = [one.key for one in leaves if id(one) not in found]
+    if not lacking:
+        return factories.merge_fn(loaded)
+    if len(lacking) == len(leaves):
+        return _ABSENT
+    raise MismatchError(
+        f"{factories.key!r} cannot be merged: {', '.join(map(repr, lacking))} of what its factory "
+        "builds is not stored, the rest is."
+    )
+
+
+def without_marks(common: Any) -> Any:
+    """Return a common part with None in lists where sharded leaves stood."""
+    if type(common) is list:
+        return [one if type(one) in _COMMON else without_marks(one) for one in common]
+    if type(common) is not dict:
+        return common
+    if _is_hole(common):
+        return None
+    return {key: one if type(one) in _COMMON else without_marks(one) for key, one in common.items()}
 
 
 def _map_leaves(f: Callable[[object], object], node: Any) -> Any:
@@ -348,6 +400,9 @@ def _merged(common: Any, loaded: Any, path: tuple[Any, ...], whole: set[int]) ->
     if isinstance(loaded, dict):
         # A copy keeps the class: an OrderedDict or a Counter stays one.
         base = copy.copy(common) if isinstance(common, dict) and not _is_hole(common) else {}
+        for key, value in base.items():
+            if type(value) in _CONTAINERS and key not in loaded:
+                base[key] = without_marks(value)
         for key, value in loaded.items():
             if isinstance(value, torch.Tensor):
                 base[key] = value
@@ -358,15 +413,13 @@ def _merged(common: Any, loaded: Any, path: tuple[Any, ...], whole: set[int]) ->
         return base
     if isinstance(loaded, list):
         return _merged_list(common, loaded, path, whole)
-    if loaded is _ABSENT:
-        return None if path and isinstance(path[-1], int) and _is_hole(common) else common
-    return loaded
+    return without_marks(common) if loaded is _ABSENT else loaded
 
 
 def _merged_list(common: Any, loaded: list[Any], path: tuple[Any, ...], whole: set[int]) -> Any:
     if isinstance(common, list) and common:
         if _is_plain(loaded, whole) and len(loaded) != len(common):
-            return [None if _is_hole(one) else one for one in common]
+            return without_marks(common)
         if len(loaded) != len(common):
             raise MismatchError(
                 f"list at {'.'.join(map(str, path))!r}: {len(loaded)} elements are expected, "
@@ -377,7 +430,7 @@ def _merged_list(common: Any, loaded: list[Any], path: tuple[Any, ...], whole: s
     # A list of nothing but shards: rank 0 may have had none of them and stored an empty list.
     values = [_merged(_ABSENT, v, (*path, i), whole) for i, v in enumerate(loaded)]
     if values and all(value is _ABSENT for value in values):
-        return common
+        return without_marks(common)
     return [None if value is _ABSENT else value for value in values]
 
 

@@ -27,9 +27,9 @@ from dist_ckpt._planning.table import local_shards
 from dist_ckpt._process_writing import staged_write
 from dist_ckpt._remembering import SaveMemory, run_remembered
 from dist_ckpt._saving import PendingSave, SaveRequest, begin_save
-from dist_ckpt._state import split_for_load
+from dist_ckpt._state import split_for_load, without_marks
 from dist_ckpt.dict_utils import dict_list_map_outplace, extract_matching_values
-from dist_ckpt.errors import CheckpointNotFoundError, ConfigError
+from dist_ckpt.errors import CheckpointNotFoundError, ConfigError, InvalidShardingError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path, path_to_tell
 from dist_ckpt.strategies.async_utils import AsyncRequest
@@ -41,11 +41,18 @@ from dist_ckpt.strategies.base import (
 )
 from dist_ckpt.strategies.generic import StrategyFormat, async_request
 from dist_ckpt.strategies.native import NativeSaveShardedStrategy
-from dist_ckpt.validation import StrictHandling, StrictPolicy, check_sharding, parse_strict_flag
+from dist_ckpt.validation import (
+    StrictHandling,
+    StrictPolicy,
+    check_objects,
+    check_sharding,
+    parse_strict_flag,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
+    from dist_ckpt._planning.describe import ShardInfo
     from dist_ckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
 
@@ -240,6 +247,8 @@ def load_common_state_dict(
 ) -> StateDict:
     """Return the non-sharded part of a checkpoint. Not collective.
 
+    In lists, None stands in the places of sharded leaves.
+
     Raises:
         CheckpointNotFoundError: Nothing there.
         UnsafeContentError: A value needs ``LoadOptions(allow_pickle=True)``.
@@ -249,8 +258,11 @@ def load_common_state_dict(
     # The strategy of the sharded part is not needed, nor its package.
     strategy = chosen_common(None, contents, options)
     if strategy is None:
-        return read_common(contents, options)
-    return strategy.load_common(contents.directory)
+        common = read_common(contents, options)
+    else:
+        common = strategy.load_common(contents.directory)
+    found: StateDict = without_marks(common)
+    return found
 
 
 def load_content_metadata(
@@ -281,7 +293,7 @@ def load_tensors_metadata(
 
     Not collective.
     """
-    found = load_sharded_metadata(checkpoint_dir, sharded_strategy)
+    found = _metadata(checkpoint_dir, sharded_strategy, None, objects=())
     return {key: one for key, one in found.items() if isinstance(one, ShardedTensor)}
 
 
@@ -294,9 +306,16 @@ def load_sharded_metadata(
 
     Not collective.
     """
+    return _metadata(checkpoint_dir, sharded_strategy, common_strategy, objects=None)
+
+
+def _metadata(
+    checkpoint_dir: PathLike, sharded: Any, common: Any, *, objects: Sequence[ShardedObject] | None
+) -> dict[str, ShardedTensor | ShardedObject]:
+    """Return what is stored; ``objects`` as for ``Source.stored``."""
     contents = open_checkpoint(Path(checkpoint_dir))
-    source = chosen_source(sharded_strategy, common_strategy, contents, LoadOptions())
-    return dict(source.stored() if source.stored else stored_keys(contents))
+    source = chosen_source(sharded, common, contents, LoadOptions())
+    return dict(source.stored(objects) if source.stored else stored_keys(contents))
 
 
 def load_plain_tensors(
@@ -335,7 +354,7 @@ def load_sharded_objects(
     options = options or LoadOptions()
     contents = open_checkpoint(Path(checkpoint_dir))
     objects = split_for_load(sharded_state_dict).objects
-    stored = load_sharded_metadata(checkpoint_dir)
+    stored = _metadata(checkpoint_dir, None, None, objects=objects)
     lacking = [one.unique_key for one in objects if one.unique_key not in stored]
     if lacking:
         raise CheckpointNotFoundError(
@@ -393,21 +412,37 @@ def get_default_load_sharded_strategy(checkpoint_dir: PathLike) -> LoadShardedSt
 
 
 def validate_sharding_integrity(
-    sharded_tensors: Iterable[ShardedTensor], *, communicator: Communicator | None = None
+    sharded_tensors: Iterable[ShardedTensor | ShardedObject],
+    *,
+    communicator: Communicator | None = None,
 ) -> None:
-    """Check that the main replicas of all ranks cover each tensor once.
+    """Check that the main replicas of all ranks cover each tensor, and each array of objects, once.
 
     Collective: all ranks must call; the verdict is raised on every rank.
 
     Raises:
-        InvalidShardingError: With every gap, overlap and disagreement.
+        InvalidShardingError: With every gap, overlap and disagreement, or with what is neither.
     """
     comm = communicator or default_communicator()
-    comm.map_reduce(
-        "validating the sharding",
-        lambda: [s.info for s in local_shards([t.without_data() for t in sharded_tensors])],
-        lambda views: check_sharding(views, coverage=True),
-    )
+
+    def local() -> tuple[list[ShardInfo], list[ShardedObject]]:
+        leaves: list[object] = list(sharded_tensors)
+        tensors = [one.without_data() for one in leaves if isinstance(one, ShardedTensor)]
+        objects = [one.without_data() for one in leaves if isinstance(one, ShardedObject)]
+        if len(tensors) + len(objects) < len(leaves):
+            known = (ShardedTensor, ShardedObject)
+            odd = {type(one).__name__ for one in leaves if not isinstance(one, known)}
+            raise InvalidShardingError(
+                f"expected sharded tensors and objects, found {', '.join(sorted(odd))}.",
+                hint="apply_factories builds what factories stand for.",
+            )
+        return [shard.info for shard in local_shards(tensors)], objects
+
+    def check(views: Sequence[tuple[list[ShardInfo], list[ShardedObject]]]) -> None:
+        check_objects([objects for _, objects in views])
+        check_sharding([infos for infos, _ in views], coverage=True)
+
+    comm.map_reduce("validating the sharding", local, check)
 
 
 def all_processes(*, timeout_secs: float = 1800.0) -> Communicator:

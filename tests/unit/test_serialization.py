@@ -344,6 +344,40 @@ def test_the_mark_of_a_shard_is_refused_as_a_value(tmp_path: Path) -> None:
         save({"l": [{"__sharded__": True}, 1]}, tmp_path / "c")
 
 
+@pytest.mark.parametrize("fmt", [("torch_dist", 1), ("zarr", 1), ("zarr", 2)])
+@pytest.mark.parametrize("common", [None, ("torch", 1)])
+def test_the_mark_of_a_shard_is_not_seen(tmp_path: Path, fmt: Any, common: Any) -> None:
+    """In a list that is not asked for, or read without the sharded part."""
+    state = {"l": [1, shard("x", torch.ones(2)), LocalNonpersistentObject(2), 3]}
+    save(state, tmp_path / "c", fmt, common)
+
+    assert load_common_state_dict(tmp_path / "c") == {"l": [1, None, None, 3]}
+    loaded = load({}, tmp_path / "c", validate_access_integrity=False)
+    assert loaded == {"l": [1, None, None, 3]}
+
+
+@pytest.mark.parametrize("mode", ["log_all", "return_unexpected", "ignore_all"])
+def test_a_factory_that_is_not_stored_is_left_out(tmp_path: Path, mode: str) -> None:
+    """As a tensor is that the mode lets pass: its keys are reported, nothing is merged."""
+
+    def build(key: str, data: torch.Tensor, _: Any) -> list[ShardedTensor]:
+        return [shard(f"{key}.{i}", half) for i, half in enumerate(data.chunk(2))]
+
+    def factory(key: str, value: float) -> ShardedTensorFactory:
+        return ShardedTensorFactory(key, torch.full((4,), value), build, torch.cat)
+
+    save({"f": factory("f", 1.0)}, tmp_path / "c")
+    request = {"f": factory("f", 0.0), "g": factory("g", 0.0), "l": [factory("h", 0.0)]}
+
+    result = load(request, tmp_path / "c", strict=mode)
+
+    loaded = result[0] if mode.startswith("return") else result
+    assert loaded["f"].tolist() == [1] * 4
+    assert "g" not in loaded
+    if mode.startswith("return"):
+        assert result[2] == {"g.0", "g.1", "h.0", "h.1"}
+
+
 def test_objects_factories_and_local_values(tmp_path: Path) -> None:
     """Objects come back, factories split and merge, local values stay local."""
 
@@ -829,6 +863,20 @@ def test_validate_sharding_integrity_of_tensors() -> None:
 
     with pytest.raises(InvalidShardingError, match="saved by no main replica"):
         validate_sharding_integrity([box(0, 2, 4)])
+
+
+def test_validate_sharding_integrity_of_objects() -> None:
+    """As in releases whose callers pass all sharded leaves; factories are not built by it."""
+    cells = [ShardedObject("o", i, (2,), (i,)) for i in range(2)]
+    validate_sharding_integrity([box(0, 4, 4), *cells])
+
+    with pytest.raises(InvalidShardingError, match="1 ShardedObject are missing"):
+        validate_sharding_integrity(cells[:1])
+    with pytest.raises(InvalidShardingError, match="Duplicate ShardedObject keys"):
+        validate_sharding_integrity([*cells, *cells])
+    factory = ShardedTensorFactory("f", torch.ones(1), lambda *_: {}, lambda _: torch.ones(1))
+    with pytest.raises(InvalidShardingError, match="found ShardedTensorFactory"):
+        validate_sharding_integrity([factory])  # type: ignore[list-item]
 
 
 def test_large_and_many(tmp_path: Path) -> None:

@@ -119,6 +119,42 @@ def test_leaves_that_were_not_found() -> None:
     assert loaded == {"a": "a", "l": ["c", 5, None]}
 
 
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ({}, {"l": [1, None, {"m": [None, 2]}], "d": {"n": [None]}}),
+        ({"d": {}}, {"l": [1, None, {"m": [None, 2]}], "d": {"n": [None]}}),
+        ({"l": [0, tensor("x"), {}]}, {"l": [1, "x", {"m": [None, 2]}], "d": {"n": [None]}}),
+        ({"l": [0, tensor("x"), 3]}, {"l": [1, "x", {"m": [None, 2]}], "d": {"n": [None]}}),
+        ({"d": {"n": [tensor("x")]}}, {"l": [1, None, {"m": [None, 2]}], "d": {"n": ["x"]}}),
+    ],
+    ids=range(5),
+)
+def test_no_mark_is_seen_of_what_is_not_asked_for(request_: Any, expected: Any) -> None:
+    """None stands where a sharded leaf is stored, at any depth."""
+    common = {"l": [1, HOLE, {"m": [HOLE, 2]}], "d": {"n": [HOLE]}}
+
+    assert merged(request_, common) == expected
+
+
+def pair(*keys: str) -> ShardedTensorFactory:
+    def build(*_: Any) -> Any:
+        return {"of": [tensor(key) for key in keys]}
+
+    return ShardedTensorFactory("f", torch.ones(1), build, lambda loaded: ("merged", *loaded["of"]))  # type: ignore[arg-type, return-value, index]
+
+
+def test_factories_of_which_nothing_was_found() -> None:
+    """They are left out like a tensor; what they merge never sees a part of what they built."""
+    state = {"a": pair("x", "y"), "l": [pair("y", "z"), 1], "d": {"b": pair("z", "w")}}
+
+    nothing = merged(state, {"l": [HOLE, 5]}, without=("x", "y", "z", "w"))
+    assert nothing == {"l": [None, 5], "d": {}}
+    assert merged({"a": pair("x"), "b": pair()}, {}, without=("x",)) == {"b": ("merged",)}
+    with pytest.raises(MismatchError, match="'f' cannot be merged: 'y' of what its factory"):
+        merged({"a": [pair("x", "y")]}, {}, without=("y",))
+
+
 def test_lists_must_agree_where_positions_count() -> None:
     """The path and both lengths are told."""
     with pytest.raises(MismatchError, match=r"'a.l': 1 elements are expected, 2 are stored"):

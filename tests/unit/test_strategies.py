@@ -53,6 +53,10 @@ from dist_ckpt.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
+from dist_ckpt.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
 from dist_ckpt.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from dist_ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
@@ -150,6 +154,62 @@ def test_objects_are_not_handled_unless_it_is_said(tmp_path: Path) -> None:
         LoadsObjects().load_sharded_metadata(tmp_path)
     with pytest.raises(NotImplementedError, match="SavesCommon"):
         strategy.save_sharded_objects({}, tmp_path)
+
+
+class OneFileSave(SaveShardedStrategy):
+    """Saves all that it is given in one file."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        data = {leaf.key: leaf.data for leaf in sharded_state_dict.values()}
+        torch.save(data, Path(checkpoint_dir) / "all.pt")
+
+
+class OneFileLoad(LoadsNothing):
+    """Loads it, and tells of its tensors only."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        data = torch.load(Path(checkpoint_dir) / "all.pt")
+        return {name: data[leaf.key] for name, leaf in sharded_state_dict.items()}
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
+        data = torch.load(Path(checkpoint_dir) / "all.pt")
+        return {k: shard(k, v).without_data() for k, v in data.items() if torch.is_tensor(v)}
+
+
+def as_method(cls: type, answer: bool) -> Any:
+    """Return a class that says by a method, as some of Megatron-Core do, whether it has objects."""
+    return type(cls.__name__, (cls,), {"can_handle_sharded_objects": lambda _: answer})
+
+
+@pytest.mark.parametrize("handles", [True, False])
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_strategies_of_the_sources_form_have_objects(
+    tmp_path: Path, registry: None, *, handles: bool, wrapped: bool
+) -> None:
+    """A method counts as what it returns; what is stored of objects need not be told."""
+    saves: Any = as_method(OneFileSave, handles)("mine", 3)
+    loads: Any = as_method(OneFileLoad, handles)()
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 3, loads)
+    if wrapped:
+        saves, loads = (
+            FullyParallelSaveStrategyWrapper(saves),
+            FullyParallelLoadStrategyWrapper(loads),
+        )
+    path = tmp_path / "c"
+    save({"x": shard("x", torch.ones(2)), "o": ShardedObject("o", [7], (1,), (0,))}, path, saves)
+    wanted = {"o": ShardedObject("o", None, (1,), (0,))}
+    request = {**wanted, "x": shard("x", torch.zeros(2))}
+
+    assert set(torch.load(path / "all.pt")) == ({"x", "o"} if handles else {"x"})
+    for strategy in (loads, None):
+        found = load(request, path, strategy)
+        assert found["o"] == [7]
+        assert found["x"].tolist() == [1, 1]
+        assert set(load_tensors_metadata(path, strategy)) == {"x"}
+    assert load_sharded_objects(wanted, path) == ({"o": [7]}, {})
+    if handles:
+        with pytest.raises(NotImplementedError, match=r"load_sharded_metadata"):
+            load(request, path, loads, strict="raise_all")
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

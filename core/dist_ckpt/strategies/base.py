@@ -34,6 +34,7 @@ __all__ = [
     "StrategyAction",
     "default_strategies",
     "get_default_strategy",
+    "handles_objects",
     "register_default_strategy",
 ]
 
@@ -47,6 +48,15 @@ class StrategyAction(Enum):
     LOAD_SHARDED = "load_sharded"
     SAVE_COMMON = "save_common"
     SAVE_SHARDED = "save_sharded"
+
+
+def handles_objects(strategy: LoadStrategyBase | SaveStrategyBase) -> bool:
+    """Return ``can_handle_sharded_objects``, also where a class overrides it as a method.
+
+    A bound method is true, whatever it returns.
+    """
+    found: Any = strategy.can_handle_sharded_objects
+    return bool(found() if callable(found) else found)
 
 
 class LoadStrategyBase(ABC):
@@ -116,7 +126,7 @@ class LoadCommonStrategy(LoadStrategyBase):
         Raises:
             NotImplementedError: The strategy stores objects, and its class says nothing here.
         """
-        if not self.can_handle_sharded_objects:
+        if not handles_objects(self):
             return {}
         raise NotImplementedError(f"{type(self).__name__}.load_sharded_metadata({checkpoint_dir})")
 
@@ -146,7 +156,7 @@ class LoadShardedStrategy(LoadStrategyBase):
         Raises:
             NotImplementedError: The strategy stores objects, and its class says nothing here.
         """
-        if not self.can_handle_sharded_objects:
+        if not handles_objects(self):
             return dict(self.load_tensors_metadata(checkpoint_dir))
         raise NotImplementedError(f"{type(self).__name__}.load_sharded_metadata({checkpoint_dir})")
 

@@ -30,7 +30,11 @@ from dist_ckpt.exchange_utils import (
     shard_id,
 )
 from dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
-from dist_ckpt.strategies.base import AsyncSaveShardedStrategy, LoadShardedStrategy
+from dist_ckpt.strategies.base import (
+    AsyncSaveShardedStrategy,
+    LoadShardedStrategy,
+    handles_objects,
+)
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -86,7 +90,7 @@ class FullyParallelSaveStrategyWrapper(AsyncSaveShardedStrategy):
     @property
     def can_handle_sharded_objects(self) -> bool:
         """Whether the wrapped strategy saves sharded objects."""
-        return self.base_strategy.can_handle_sharded_objects
+        return handles_objects(self.base_strategy)
 
     @property
     def cached_distribution(self) -> ShardDistribution | None:
@@ -195,7 +199,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
     @property
     def can_handle_sharded_objects(self) -> bool:
         """Whether the wrapped strategy loads sharded objects."""
-        return self.base_strategy.can_handle_sharded_objects
+        return handles_objects(self.base_strategy)
 
     @property
     def cached_distribution(self) -> ShardDistribution | None:

@@ -20,7 +20,7 @@ from dist_ckpt._planning.distribution import writers_of_boxes
 from dist_ckpt._planning.table import local_shards
 from dist_ckpt.errors import ConfigError, CorruptedCheckpointError, MismatchError
 from dist_ckpt.strategies.async_utils import AsyncRequest, staged_args
-from dist_ckpt.strategies.base import AsyncSaveShardedStrategy
+from dist_ckpt.strategies.base import AsyncSaveShardedStrategy, handles_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -97,7 +97,7 @@ class StrategyFormat:
 
     def write_objects(self, parts: Any, directory: Path) -> Written:
         """Let the common strategy save the objects, if the other one cannot. Every rank."""
-        if parts.objects and not self.strategy.can_handle_sharded_objects:
+        if parts.objects and not handles_objects(self.strategy):
             self._common.save_sharded_objects(_as_dict(parts.objects), directory)
         return Written(files=None)
 
@@ -108,7 +108,7 @@ class StrategyFormat:
             parts: This rank's state dict, taken apart.
             mains: This rank's entry of the plan.
         """
-        handles = self.strategy.can_handle_sharded_objects
+        handles = handles_objects(self.strategy)
         tensors = _with_mains(parts.tensors, mains)
         return _as_dict([*tensors, *(parts.objects if handles else ())])
 
@@ -222,19 +222,29 @@ def strategy_source(
     if sharded is None:
         return Source(read_common=read_common)
     return Source(
-        stored=lambda: _stored(sharded, common, directory),
+        stored=lambda objects: _stored(sharded, common, directory, objects),
         read=_reader(sharded, common, directory),
         read_common=read_common,
     )
 
 
 def _stored(
-    sharded: LoadShardedStrategy, common: LoadCommonStrategy | None, directory: Path
+    sharded: LoadShardedStrategy,
+    common: LoadCommonStrategy | None,
+    directory: Path,
+    objects: Sequence[ShardedObject] | None,
 ) -> dict[str, ShardedTensor | ShardedObject]:
     found: dict[str, ShardedTensor | ShardedObject] = {}
-    if common is not None and not sharded.can_handle_sharded_objects:
+    if common is not None and not handles_objects(sharded):
         found |= common.load_sharded_metadata(directory)
-    return found | sharded.load_sharded_metadata(directory)
+    try:
+        return found | sharded.load_sharded_metadata(directory)
+    except NotImplementedError:
+        # The base class tells nothing of objects, nor did older releases of Megatron-Core.
+        if objects is None:
+            raise
+    found |= {one.unique_key: one.without_data() for one in objects}
+    return found | sharded.load_tensors_metadata(directory)
 
 
 def _reader(
@@ -243,7 +253,7 @@ def _reader(
     def read(
         tensors: Sequence[ShardedTensor], objects: Sequence[ShardedObject]
     ) -> tuple[list[Any], list[Any]]:
-        handles = sharded.can_handle_sharded_objects
+        handles = handles_objects(sharded)
         leaves = [*tensors, *(objects if handles else ())]
         who = type(sharded).__name__
         values = _values(leaves, sharded.load(_as_dict(leaves), directory), who)
