@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._background.agreement import commit, stand_in
 from dist_ckpt._background.hub_client import HubLostError
+from dist_ckpt._background.saves import GivenUpError
 from dist_ckpt._comm.failures import describe_failure
 from dist_ckpt._comm.single import SingleCommunicator
 from dist_ckpt._comm.store import StoreCommunicator
 from dist_ckpt._engine.commit import forget_trash
-from dist_ckpt._publishing import is_published, was_published
+from dist_ckpt._publishing import was_published
 from dist_ckpt.errors import (
     AsyncSaveError,
     CheckpointingException,
@@ -100,8 +101,8 @@ def outcome(save: InFlight) -> BaseException | None:
             save.handed.save.outcome.result()
         elif save.error is not None:
             _stand_in(save, save.error)
-    except (HubLostError, WorkerDiedError) as error:
-        is_known = save.comm.rank != 0 and not isinstance(error, HubLostError)
+    except (GivenUpError, HubLostError, WorkerDiedError) as error:
+        is_known = save.comm.rank != 0 and isinstance(error, WorkerDiedError)
         return error if is_known else _looked_up(save, error)
     except BaseException as error:  # noqa: BLE001 - it is told, not lost
         return error if save.comm.rank != 0 else _noted(save, error)
@@ -165,13 +166,7 @@ def _noted(save: InFlight, failure: BaseException | None) -> BaseException | Non
 def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
     """Find out how a save ended whose commit nobody has told of."""
     if save.comm.rank == 0:
-        attempt = save.planned.attempt
-        is_there = attempt is not None and is_published(attempt.target, attempt.directory)
-        if attempt is not None:
-            # What it replaced, or what was written: whoever would have removed it is dead.
-            attempt.abort()
-            forget_trash(attempt.target, attempt.directory)
-        return _noted(save, None if is_there else error)
+        return _noted(save, _decided(save, error))
     point = save.planned.point
     # Rank 0 may be stopped, not dead.
     patience = _NOTE_SECS if point is None else point.timeout_secs
@@ -179,16 +174,14 @@ def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseExce
         notes = beside(save.comm, save.planned.name, patience, save.given_up)
         told: BaseException | None = notes.hear("ended")  # type: ignore[attr-defined]  # of a store
     except Exception as trouble:  # noqa: BLE001 - nobody can be asked
-        return _decided(save, error, trouble)
+        error.add_note(f"rank 0 did not tell how it ended: {trouble}")
+        return _decided(save, error)
     return told
 
 
-def _decided(
-    save: InFlight, error: AsyncSaveError | HubLostError, trouble: Exception
-) -> BaseException | None:
-    """Look at the disk, as neither rank 0 nor its worker can be asked. Every other rank."""
+def _decided(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
+    """Look at the disk, as nobody can be asked; a worker that is stuck commits nothing later."""
     target, directory = save.planned.target, save.planned.directory
-    error.add_note(f"rank 0 did not tell how it ended: {trouble}")
     try:
         is_committed = was_published(target, directory)
     except StorageError as obstacle:
@@ -196,6 +189,6 @@ def _decided(
         return error
     forget_trash(target, directory)
     if is_committed:
-        logger.warning("%s is committed; rank 0 and its worker have ended: %s", target, trouble)
+        logger.warning("%s is committed, although its end was not heard: %s", target, error)
         return None
     return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import ProjectConfiguration
 
 from accelerate_dist_ckpt import DistCkptIO
+from accelerate_dist_ckpt.lifetime import _OPEN
 from dist_ckpt.errors import (
     AsyncSaveError,
     BarrierTimeoutError,
@@ -156,6 +158,31 @@ def test_an_end_has_a_bound(tmp_path: Path) -> None:
     with pytest.raises(AsyncSaveError):
         job.accelerator.end_training()
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+@pytest.mark.parametrize("what", ["saver", "preemption"])
+def test_the_next_accelerator_closes_what_those_before_have_left(what: str) -> None:
+    """Of those that are gone; what is still there keeps its own."""
+    choices: dict[str, Any] = {
+        "async_save" if what == "saver" else "preemption": True, "worker": "thread",
+    }  # fmt: skip
+
+    def started() -> Any:
+        job = build(io=DistCkptIO(**choices))
+        vars(job.accelerator)["_dist_ckpt_io"].start(job.accelerator)
+        return job
+
+    gone, kept = started(), started()
+    orphan, other = (vars(one.accelerator)["_dist_ckpt_io"] for one in (gone, kept))
+    assert {orphan, other} <= _OPEN
+    del gone
+    gc.collect()
+    assert orphan.is_orphan
+    last = started()
+    assert orphan not in _OPEN
+    assert other in _OPEN
+    for job in (kept, last):
+        job.handle.remove()
 
 
 SCRIPT = """

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
+from accelerate_dist_ckpt import DistCkptIO
+from accelerate_dist_ckpt.dataloaders import restore_dataloader, snapshot
+from tests.accelerate._jobs import new_accelerator
 from tests.accelerate._orders import (
     FEW_MOMENTS,
     Case,
@@ -168,6 +173,40 @@ def test_resumes_see_what_the_uninterrupted_run_sees(
     assert list(found) == []
     without_us(monkeypatch)
     assert Program(case, seed=1).run().seen == straight.seen
+
+
+class Drawing(Sampler[int]):
+    """Draws from a generator of the process, and keeps what it drew."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        self.drawn.append(random.random())  # noqa: S311 - an order
+        yield from range(12)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_draws_again_only_what_it_drew_itself(own: bool) -> None:
+    """What another rank drew from the generators of its process is not put into those of this one."""
+    saved, restored, seeded = Drawing(), Drawing(), Drawing()
+    random.seed(5)
+    accelerator = new_accelerator()
+    loaders = (DataLoader(Numbers(), batch_size=2, sampler=one) for one in (saved, restored))
+    first, second = accelerator.prepare(*loaders)
+    with accelerator.register_checkpoint_io(DistCkptIO()):
+        iteration = iter(first)
+        next(iteration)
+        state = snapshot(first)
+        random.seed(7)
+        next(iter(seeded))
+        random.seed(7)
+        restore_dataloader(second, state, own=own)
+        next(iter(second))
+    assert restored.drawn == (saved if own else seeded).drawn
 
 
 def many_ranks(rank: int, world_size: int, path: str) -> dict[str, Any]:

@@ -235,6 +235,21 @@ def test_automatic_names_and_their_limit(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["checkpoint_3", "checkpoint_4", "notes.txt"]
 
 
+@pytest.mark.parametrize("limit", [-1, 0, 1])
+def test_a_limit_leaves_what_it_leaves_natively(tmp_path: Path, limit: int) -> None:
+    """The newest stays, whatever the limit: 0 does not mean that all are kept, nor none."""
+    left = {}
+    for kind in ("native", "ours"):
+        job = project(tmp_path / kind, total_limit=limit)
+        if kind == "native":
+            job.handle.remove()
+        left[kind] = []
+        for _ in range(3):
+            job.accelerator.save_state()
+            left[kind].append(names_in(tmp_path / kind))
+    assert left["ours"] == left["native"] == [[f"checkpoint_{n}"] for n in range(3)]
+
+
 def test_a_finished_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     """Accelerate's own ValueError; the number can be given by hand, as natively."""
     job = project(tmp_path)

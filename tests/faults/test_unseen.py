@@ -9,23 +9,36 @@ from __future__ import annotations
 import errno
 import os
 from collections import Counter
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt import InvalidShardingError, SaveOptions, ShardedObject, ShardedTensor, load, save
 from dist_ckpt._background import link
+from dist_ckpt._background.saves import GivenUpError
+from dist_ckpt._comm.store import StoreCommunicator
 from dist_ckpt._engine import commit
 from dist_ckpt._engine.commit import Attempt
 from dist_ckpt._formats.torch_dist import write as torch_dist_write
 from dist_ckpt._formats.torch_dist.format import TorchDistFormat
 from dist_ckpt._formats.zarr import write as zarr_write
+from dist_ckpt._outcomes import InFlight, outcome
 from dist_ckpt._planning.distribution import CHUNK_NBYTES, assign_writers
 from dist_ckpt.background import BackgroundSaver
-from dist_ckpt.errors import CoordinationError, StorageError
+from dist_ckpt.derive import sharded_state_dict
+from dist_ckpt.dict_utils import nested_values
+from dist_ckpt.errors import AsyncSaveError, CoordinationError, StorageError
+from dist_ckpt.mapping import is_main_replica
 from dist_ckpt.storage import local
 from dist_ckpt.storage.local import LocalWriter, make_directory
 from dist_ckpt.testing.world import ThreadWorld
@@ -210,6 +223,34 @@ def test_a_worker_that_starts_slowly_is_not_taken_for_dead(monkeypatch: pytest.M
         saver._worker._link.wait_until_ready()
 
 
+@pytest.mark.parametrize("heard", [None, "committed", "failed"])
+def test_a_rank_that_gives_a_save_up_hears_its_end_or_prevents_it(
+    tmp_path: Path, heard: str | None
+) -> None:
+    """Rank 1's thread is stuck. It was told nothing, so nothing may be committed afterwards."""
+    comm = StoreCommunicator(dist.HashStore(), rank=1, size=2, timeout_secs=60)
+    attempt = Attempt.begin(tmp_path / "c", None)
+    planned: Any = SimpleNamespace(
+        name="s/1", target=attempt.target, directory=attempt.directory, point=None
+    )
+    failure = AsyncSaveError("boom on rank 0")
+    if heard:
+        comm.beside("s/1", timeout_secs=1).tell("ended", failure if heard == "failed" else None)
+    given_up = GivenUpError("closed")
+    handed: Any = SimpleNamespace(save=SimpleNamespace(outcome=Future()))
+    handed.save.outcome.set_exception(given_up)
+    save = InFlight(number=1, path=attempt.target, comm=comm, planned=planned, handed=handed)
+    save.given_up.set()  # as `close` does
+
+    ended = outcome(save)
+    if heard:
+        assert str(ended) == (str(failure) if heard == "failed" else "None")
+        assert attempt.directory.exists()  # rank 0's affair
+    else:
+        assert ended is given_up
+        assert not attempt.directory.exists()
+
+
 # -- planning and adapters -------------------------------------------------------------------------
 
 
@@ -230,3 +271,31 @@ def test_a_link_that_cannot_be_flipped_leaves_nothing(
     with pytest.raises(OSError, match="boom"):
         flip_link(tmp_path / "a", tmp_path / "last")
     assert [one.name for one in tmp_path.iterdir()] == ["a"]
+
+
+def described_by(rank: int) -> dict[str, Any]:
+    """Return the objects that one of four ranks has, by key; no other rank is needed."""
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = FullyShardedDataParallel(
+            nn.Linear(3, 3), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh,
+            use_orig_params=True, device_id=torch.device("cpu"),
+        )  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters())
+        for parameter in model.parameters():
+            optimizer.state[parameter]["note"] = "x"
+        found = nested_values(sharded_state_dict(model, optimizer)["optimizer"])
+        return {one.key: one for one in found if isinstance(one, ShardedObject)}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_rank_stores_what_is_no_tensor() -> None:
+    """Of all groups that have the same, under hybrid sharding too."""
+    found = [described_by(rank) for rank in range(4)]
+    keys = {key for one in found for key in one}
+    assert len(keys) == 2
+    for key in keys:
+        stored = [one for one in found if key in one and is_main_replica(one[key].replica_id)]
+        assert len(stored) == 1, key

@@ -148,7 +148,10 @@ def test_the_next_run_ends_as_if_nothing_had_happened(
             callback = ModelCheckpoint(dirpath=root, filename="{step}", **KEEPERS[keeper])
             return trainer_of("single", root, *more, callback, io=io)
 
-        assert fit_until_told(new(told_in(step))) == step
+        told = new(told_in(step))
+        assert fit_until_told(told) == step
+        (callback,) = told.checkpoint_callbacks
+        assert callback.save_last == KEEPERS[keeper].get("save_last")  # what it was lent
         last = root / ("last-preempted.ckpt" if keeper == "weights" else "last.ckpt")
         assert is_checkpoint(last)
         assert not list(root.glob(".dist-ckpt-*"))

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from dist_ckpt import SaveOptions, ShardedTensor, load_plain_tensors
+from dist_ckpt._engine.commit import Attempt
 from dist_ckpt.background import BackgroundOptions, BackgroundSaver
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError, ConfigError, WorkerDiedError
 from dist_ckpt.events import Committed, Failed, SaveStarted, Staged, Written
@@ -36,6 +37,7 @@ from tests.faults._leaks import hidden_entries, no_leaks
 
 Kind = Literal["process", "thread"]
 Make = Callable[..., BackgroundSaver]
+WORKER_THREAD = "dist_ckpt-worker-0-writer"
 
 both_kinds = pytest.mark.parametrize("worker", ["process", "thread"])
 
@@ -547,6 +549,49 @@ def test_closing_does_not_wait_forever_for_a_worker_that_stands_still(
             with pytest.raises(BarrierTimeoutError, match=str(tmp_path / "1")):
                 saver.close()
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("where", ["fsync", "before the rename", "behind the rename"])
+def test_a_thread_that_is_stuck_commits_nothing_once_its_save_was_given_up(
+    job: Job, tmp_path: Path, where: str
+) -> None:
+    """A thread cannot be killed. What it does after ``close`` agrees with what the sinks heard."""
+    stuck, go_on, told = threading.Event(), threading.Event(), Told()
+    fsync, publish = os.fsync, Attempt.publish
+
+    def held() -> None:
+        stuck.set()
+        assert go_on.wait(60)
+
+    def slow_fsync(descriptor: int) -> None:
+        held()
+        fsync(descriptor)
+
+    def slow_publish(attempt: Attempt, **kwargs: Any) -> None:
+        if where == "before the rename":
+            held()
+        publish(attempt, **kwargs)
+        if where == "behind the rename":
+            held()
+
+    patch = {"fsync": (os, "fsync", slow_fsync)}.get(where, (Attempt, "publish", slow_publish))
+    options = BackgroundOptions(worker="thread", drain_timeout_secs=60)
+    saver = BackgroundSaver(options, sinks=[told], timeout_secs=60)
+    with mock.patch.object(*patch):
+        try:
+            save(saver, job, tmp_path / "1")
+            assert stuck.wait(60)
+            (thread,) = [one for one in threading.enumerate() if one.name == WORKER_THREAD]
+            with pytest.raises(BarrierTimeoutError, match=str(tmp_path / "1")):
+                saver.close(timeout_secs=0.1)
+            ended = told.kinds(1)[-1]
+        finally:
+            go_on.set()
+        thread.join(60)
+        assert not thread.is_alive()
+    is_behind = where == "behind the rename"
+    assert ended == ("Committed" if is_behind else "Failed")
+    assert names(tmp_path) == (["1"] if is_behind else [])
 
 
 def test_closing_may_leave_a_save_to_its_worker(job: Job, tmp_path: Path) -> None:

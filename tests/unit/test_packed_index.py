@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import random
@@ -337,6 +338,21 @@ def test_a_lie_is_corruption(name: str) -> None:
 
     with pytest.raises(CorruptedCheckpointError, match="where/index"):
         check_packed(forged(index), where="where/index", sizes=SIZES)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2, 3])
+def test_keys_are_compared_however_many_are_looked_at_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    """Equal neighbours, and neighbours in another order, within a batch and across its end."""
+    monkeypatch.setattr("dist_ckpt._integrity.packed._MANY_KEYS", at_a_time)
+    check_packed(forged(honest()), where="i", sizes=SIZES)
+    for number, keys in itertools.product((1, 2), ("the same", "the other way round")):
+        index = honest()
+        one, following = index.tensors[number - 1 : number + 1]
+        one.key, following.key = following.key, (following.key if keys == "the same" else one.key)
+        with pytest.raises(CorruptedCheckpointError, match="does not come behind"):
+            check_packed(forged(index), where="i", sizes=SIZES)
 
 
 def test_a_newer_version_is_no_damage() -> None:

@@ -28,6 +28,7 @@ from dist_ckpt._background.messages import (
     Written,
 )
 from dist_ckpt._background.process import command
+from dist_ckpt._background.saves import GivenUpError
 from dist_ckpt.errors import AsyncSaveError, ConfigError, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class Link:
             self._kill()
             self._reader.join(_REAP_SECS)
             return
-        error = AsyncSaveError(f"{self._name()} {self._silence}, {self._doing()}.")
+        error = GivenUpError(f"{self._name()} {self._silence}, {self._doing()}.")
         with self._lock:
             saves, self._saves = self._saves, {}
         for save in saves.values():

@@ -29,11 +29,15 @@ if TYPE_CHECKING:
     from dist_ckpt._background.agreement import CommitPoint
     from dist_ckpt._background.orders import Order, Run
 
-__all__ = ["WorkerSave", "WorkerTraceback"]
+__all__ = ["GivenUpError", "WorkerSave", "WorkerTraceback"]
 
 logger = logging.getLogger(__name__)
 
 _JOIN_SECS = 5.0
+
+
+class GivenUpError(AsyncSaveError):
+    """Nobody waits for the end of this save any more, and it may still be committed."""
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - what it shows, not what went wrong

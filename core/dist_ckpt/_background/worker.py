@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dist_ckpt._background.link import START_SECS, Link
 from dist_ckpt._background.messages import Begin, Configure, ForgetArena, MapArena, ServeHub
-from dist_ckpt._background.saves import WorkerSave
+from dist_ckpt._background.saves import GivenUpError, WorkerSave
 from dist_ckpt.errors import AsyncSaveError, CheckpointingException, CoordinationError
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def _settle(save: WorkerSave, timeout_secs: float) -> None:
     try:
         save.outcome.exception(timeout_secs)
     except TimeoutError:
-        save.give_up(AsyncSaveError("how this save ended was not known when the saver was closed."))
+        save.give_up(GivenUpError("how this save ended was not known when the saver was closed."))
 
 
 def _send_nothing(_: object) -> None:
