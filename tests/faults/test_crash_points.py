@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import pytest
 
@@ -298,8 +299,17 @@ def test_a_program_that_fails_is_told(tmp_path: Path) -> None:
         record(script, root=root, recorder="python")
 
 
-def test_a_mark_without_a_recorder_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program that marks can run by itself."""
+def test_a_mark_without_a_recorder_does_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that marks can run by itself; with a recorder each mark is a line of its file."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DIST_CKPT_CRASH_MARKS", raising=False)
+    with mock.patch.object(os, "open", side_effect=AssertionError("a file is opened")):
+        mark("x")
+    assert list(tmp_path.iterdir()) == []
 
-    mark("x")
+    monkeypatch.setenv("DIST_CKPT_CRASH_MARKS", str(tmp_path / "marks"))
+    mark("y")
+    mark("z")
+    assert (tmp_path / "marks").read_text() == "y\nz\n"

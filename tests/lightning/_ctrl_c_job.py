@@ -12,6 +12,7 @@ from pathlib import Path
 
 import lightning as L  # noqa: N812 - as its documents write it
 
+from lightning_dist_ckpt import _fit_saves
 from tests.lightning._flight import At, make_async, tell_worker, wait_until_idle, worker_pid
 from tests.lightning._training import Tiny, every_3_steps, loader
 
@@ -37,6 +38,7 @@ def main(root: str) -> None:
         exception=lambda trainer: tell_worker(trainer, signal.SIGCONT),
     )
     callbacks = [hooks, every_3_steps(Path(root, "c"))]
+    _fit_saves._INTERRUPT_SECS = 240.0  # a worker has less of a busy machine than training
     make_async("ddp", root, callbacks=callbacks, max_steps=9).fit(Tiny(), loader("ddp"))
 
 

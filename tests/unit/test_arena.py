@@ -11,10 +11,12 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from dist_ckpt._engine import available
 from dist_ckpt._engine.arena import Arena
 from dist_ckpt._engine.available import available_nbytes, cgroup_nbytes, meminfo_nbytes
 from dist_ckpt._engine.host_memory import MAKERS, make_file
@@ -139,7 +141,8 @@ def test_a_process_without_memfd() -> None:
         def refuses(*_):
             raise PermissionError(1, "seccomp")
         os.memfd_create = refuses
-        from dist_ckpt._engine.arena import Arena
+        from dist_ckpt._engine import available
+from dist_ckpt._engine.arena import Arena
         print(Arena(1 << 20).source)
         os.statvfs = lambda path: os.statvfs_result((4096, 4096, 100, 100, 100, 0, 0, 0, 0, 255))
         print(Arena(1 << 20).source)
@@ -188,7 +191,8 @@ def test_a_size_that_is_refused_late(tmp_path: Path) -> None:
     """A limit of file sizes is told as what it is; nothing is left of the attempts."""
     script = """
         import os, resource, signal
-        from dist_ckpt._engine.arena import Arena
+        from dist_ckpt._engine import available
+from dist_ckpt._engine.arena import Arena
         from dist_ckpt.errors import StorageError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         arena = Arena(1 << 16)
@@ -260,11 +264,28 @@ def test_groups_of_version_1(tmp_path: Path) -> None:
     assert cgroup_nbytes(tmp_path / "none", tmp_path) is None
 
 
-def test_this_machine_tells() -> None:
-    """Something, and less than the moon."""
-    found = available_nbytes()
+@pytest.mark.parametrize(
+    ("machine", "group_of_ours", "expected"),
+    [(5, None, 5), (None, 7, 7), (5, 7, 5), (7, 0, 0), (None, None, None)],
+)
+def test_the_least_that_is_told_counts(
+    monkeypatch: pytest.MonkeyPatch, machine: Any, group_of_ours: Any, expected: Any
+) -> None:
+    """Nothing is known only where nobody tells."""
+    monkeypatch.setattr(available, "meminfo_nbytes", lambda: machine)
+    monkeypatch.setattr(available, "cgroup_nbytes", lambda: group_of_ours)
+    assert available_nbytes() == expected
 
-    assert found is None or 0 <= found < 1 << 60
+
+def test_this_machine_tells() -> None:
+    """In bytes, and no more than it has."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found, free = available_nbytes(), meminfo_nbytes()
+
+    assert found is not None
+    assert free is not None
+    assert 0 <= found <= whole
+    assert whole >> 20 < free <= whole  # KiB taken for bytes would be less
 
 
 # -- with a GPU ------------------------------------------------------------------------------------

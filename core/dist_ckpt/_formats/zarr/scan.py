@@ -62,8 +62,8 @@ def _array_paths(directory: Path) -> Iterator[str]:
         folder, count = folders.pop(), count + 1
         if count > _MAX_FOLDERS:
             raise CorruptedCheckpointError(f"{directory}: more than {_MAX_FOLDERS} folders.")
-        with storage_errors("list", folder):
-            for entry in os.scandir(folder):
+        with storage_errors("list", folder), os.scandir(folder) as entries:
+            for entry in entries:
                 if entry.name == _METADATA and folder != directory and not entry.is_symlink():
                     found.append(folder.relative_to(directory).as_posix())
                 if entry.is_dir(follow_symlinks=False) and not entry.name.endswith(_LOCKS):
