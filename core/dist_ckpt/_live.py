@@ -30,6 +30,7 @@ from dist_ckpt.derive.optim_form import ORDER
 from dist_ckpt.derive.protocol import (
     Entries,
     given_entries,
+    has_whole_model,
     holds_own_part,
     model_state,
     own_entries,
@@ -196,9 +197,13 @@ def _stored(
     model = objects.models[i]
     state = model_state(model, layout, entries)
     rank, _ = current_rank()
-    stores_values = rank == 0 or holds_own_part(model, equal=objects.replicas == "equal")
+    equal = objects.replicas == "equal"
+    stores_values = rank == 0 or holds_own_part(model, equal=equal)
     stored = stored_state(state, layout, prefix=f"models.{i}.", stores_values=stores_values)
-    return stored.tensors, model_document(state, stored) if stores_values else {}
+    if not stores_values:
+        return stored.tensors, {}
+    is_whole = has_whole_model(model, equal=equal)
+    return stored.tensors, model_document(state, stored, is_whole=is_whole)
 
 
 def _signature(objects: LiveObjects, entries: Sequence[Entries | None]) -> _Signature:

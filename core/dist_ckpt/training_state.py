@@ -267,6 +267,8 @@ class CheckpointView:
         """Return the names of all entries of model ``i``, in the stored order. Not collective."""
         document = self._document(i)
         prefix = f"models.{i}."
+        if document.is_whole:
+            return list(document.names)
         found = dict.fromkeys(document.names)
         found |= dict.fromkeys(
             sorted(key.removeprefix(prefix) for key in self._stored if key.startswith(prefix))
@@ -426,6 +428,8 @@ class CheckpointView:
         check_unchanged(self._contents)
         full = {key.removeprefix(prefix): t for key, t in zip(keys, tensors, strict=True)}
         full |= {other: full[first] for other, first in document.tied.items() if first in full}
+        if document.is_whole:
+            full = {name: full[name] for name in document.names if name in full}
         return document.as_state_dict(full | dict(document.values))
 
     def load_optimizer(self, j: int, optimizer: Any, models: Sequence[nn.Module]) -> None:

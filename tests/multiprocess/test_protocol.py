@@ -272,13 +272,58 @@ def test_a_part_of_a_parameter_in_extra_state_is_refused(tmp_path: Path) -> None
         assert "'(root)'" in message
 
 
+def edit_weights(module: nn.Module, entries: Any, prefix: str, _: Any) -> None:
+    for i in range(4):
+        weight = entries.pop(f"{prefix}{i}.weight")
+        entries[f"{prefix}{i}.other"] = weight.detach().clone()
+        entries[f"{prefix}{i}.bias"] = torch.full((3,), 7.0)
+
+
+def hook_on_one_rank(rank: int, world_size: int, root: str) -> list[bool]:
+    found = []
+    for hooked in range(world_size):
+        net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+        if rank == hooked:
+            net.register_state_dict_post_hook(edit_weights)
+        save_model_and_optimizer(f"{root}/{hooked}", DistributedDataParallel(net))
+        ours, stock = CheckpointView.open(f"{root}/{hooked}").full_model(0), net.state_dict()
+        same = list(ours) == list(stock) and all(torch.equal(ours[k], stock[k]) for k in stock)
+        found.append(rank != 0 or same)
+        view, names = CheckpointView.open(f"{root}/{hooked}"), set(stock)
+        found.append(rank != 0 or names == set(view.model_names(0)))
+    return found
+
+
+def test_hook_on_one_rank_under_ddp(tmp_path: Path) -> None:
+    """What DDP has rank 0 save is rank 0's state dict, never a mixture of two ranks'."""
+    assert all(map(all, run_ranks(hook_on_one_rank, 2, str(tmp_path))))
+
+
+class Seen(nn.Module):
+    """Has a value and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = 0
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+
 def pipeline(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """Each rank has a stage of its own, under names of the whole model."""
     stage = nn.ModuleDict({str(rank): nn.ModuleDict({"s": Scaled(), "c": Counting()})})
     stage[str(rank)]["c"].extra = 10 + rank
     stage[str(rank)]["s"].scale.data.fill_(rank)
-    state = TrainingState(models=[stage])
+    seen = nn.ModuleDict({str(rank): Seen()})
+    seen[str(rank)].extra = 20 + rank
+    state = TrainingState(models=[stage, seen])
     save_training_state(f"{root}/c", state)
+    seen[str(rank)].extra = 0
+    CheckpointView.open(f"{root}/c").load_model(1, seen)
 
     other = nn.ModuleDict({str(rank): nn.ModuleDict({"s": Scaled(), "c": Counting()})})
     CheckpointView.open(f"{root}/c").load_model(0, other)
@@ -287,6 +332,7 @@ def pipeline(rank: int, world_size: int, root: str) -> dict[str, Any]:
     )
     CheckpointView.open(f"{root}/c").load_model(0, whole)
     return {
+        "seen": seen[str(rank)].extra,
         "own": (other[str(rank)]["c"].extra, other[str(rank)]["s"].scale.tolist()),
         "whole": [(one["c"].extra, one["s"].scale.tolist()) for one in whole.values()],
         "order": list(CheckpointView.open(f"{root}/c").full_model(0)) == list(whole.state_dict()),
@@ -299,4 +345,5 @@ def test_stages_of_a_pipeline(tmp_path: Path) -> None:
 
     every = [(10 + rank, [float(rank)] * 5) for rank in range(3)]
     for rank, outcome in enumerate(outcomes):
+        assert outcome.pop("seen") == 20 + rank
         assert outcome == {"own": every[rank], "whole": every, "order": True}

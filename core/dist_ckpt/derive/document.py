@@ -4,8 +4,8 @@ Here: the document's form, and reading it, merged over the ranks that wrote one.
 model has to tell (``derive.protocol``), storing the document (``training_state``). Pure functions.
 
 Form: ``{"names": [...], "versions": [[version, [module prefixes]], ...], "metadata": {prefix:
-{...}}, "tied": {other name: name of the stored tensor}, "values": {name: value}}``. ``metadata``
-has only modules that note more than their version.
+{...}}, "tied": {other name: name of the stored tensor}, "values": {name: value}, "whole": bool}``.
+``metadata`` has only modules that note more than their version.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class ModelDocument:
         tied: Other name to the name whose tensor is stored.
         values: Entries that are no tensors.
         is_of_parts: Whether ranks have stored entries that rank 0 does not have.
+        is_whole: Whether ``names`` are all there are: another rank's tensors under other names are
+            none of the state dict.
     """
 
     names: tuple[str, ...] = ()
@@ -40,6 +42,7 @@ class ModelDocument:
     tied: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
     is_of_parts: bool = False
+    is_whole: bool = False
 
     def renamed(self, name: Callable[[str], str]) -> ModelDocument:
         """Return it with all names and module prefixes changed by ``name``."""
@@ -54,6 +57,7 @@ class ModelDocument:
             tied={name(k): name(v) for k, v in self.tied.items()},
             values={name(k): v for k, v in self.values.items()},
             is_of_parts=self.is_of_parts,
+            is_whole=self.is_whole,
         )
 
     def as_state_dict(self, entries: Mapping[str, Any]) -> OrderedDict[str, Any]:
@@ -67,8 +71,8 @@ class ModelDocument:
         return ordered
 
 
-def model_document(state: ModelState, stored: StoredState) -> StateDict:
-    """Return what is to be stored beside the tensors of a model."""
+def model_document(state: ModelState, stored: StoredState, *, is_whole: bool) -> StateDict:
+    """Return what is to be stored beside the tensors of a model; see ``ModelDocument``."""
     by_version: dict[int, list[str]] = {}
     metadata: dict[str, Any] = {}
     for prefix, noted in state.metadata.items():
@@ -82,6 +86,7 @@ def model_document(state: ModelState, stored: StoredState) -> StateDict:
         "metadata": metadata,
         "tied": dict(stored.tied),
         "values": dict(stored.values),
+        "whole": is_whole,
     }
 
 
@@ -126,6 +131,7 @@ def read_documents(documents: Sequence[Any], *, where: str) -> ModelDocument:
         tied=tied,
         values=values,
         is_of_parts=bool(documents) and len(names) > len(set(documents[0]["names"])),
+        is_whole=len(documents) == 1 and documents[0].get("whole") is True,
     )
 
 

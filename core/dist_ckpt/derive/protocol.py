@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,7 @@ from dist_ckpt.derive.ddp import current_rank
 from dist_ckpt.derive.dtensor import local_of
 from dist_ckpt.derive.fsdp import is_flat_parameter
 from dist_ckpt.derive.layout import LocalTensor, ModelLayout
-from dist_ckpt.derive.model import Place, bare_module, is_odd, places, without_wrappers
+from dist_ckpt.derive.model import bare_module, is_odd, places, without_wrappers
 from dist_ckpt.errors import InvalidShardingError
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "given_entries",
     "has_odd_tensors",
     "has_own_state",
+    "has_whole_model",
     "holds_own_part",
     "is_of_wrapper",
     "local_state_dict",
@@ -219,21 +221,38 @@ def holds_own_part(model: nn.Module, *, equal: bool) -> bool:
         equal: Whether the caller keeps plain parameters equal on all ranks.
     """
     rank, world_size = current_rank()
-    if rank == 0:
-        return False
-    return any(_is_first_of_its_part(place, world_size, equal=equal) for place in places(model))
+    return rank != 0 and any(_parts(model, world_size, equal=equal))
 
 
-def _is_first_of_its_part(place: Place, world_size: int, *, equal: bool) -> bool:
-    for parameter in place.module.parameters(recurse=False):
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            coordinate = mesh.get_coordinate()
-            if mesh.size() != world_size and coordinate is not None and not any(coordinate):
-                return True
-        elif not (equal or place.equal or place.in_fsdp):
-            return True
-    return False
+def has_whole_model(model: nn.Module, *, equal: bool) -> bool:
+    """Whether every rank has a part in all of the model: names that rank 0 lacks are none of it.
+
+    Args:
+        model: The model, wrapped or not.
+        equal: Whether the caller keeps plain parameters equal on all ranks.
+    """
+    _, world_size = current_rank()
+    return world_size == 1 or not list(_parts(model, world_size, equal=equal))
+
+
+def _parts(model: nn.Module, world_size: int, *, equal: bool) -> Iterator[bool]:
+    """Yield for what need not be on all ranks whether this rank is the first to have it."""
+    held = list(places(model))
+    for place in held:
+        if isinstance(place.module, FullyShardedDataParallel):
+            group = place.module.process_group
+            if dist.get_world_size(group) != world_size:
+                yield dist.get_rank(group) == 0
+        for parameter in place.module.parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                if mesh.size() != world_size:
+                    coordinate = mesh.get_coordinate()
+                    yield coordinate is not None and not any(coordinate)
+            elif not (equal or place.equal or place.in_fsdp):
+                yield True
+    if not equal and not any(True for _ in model.parameters()):
+        yield True  # nothing tells of its ranks
 
 
 def own_versions(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ on every rank, locally.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,8 @@ def stored_state(
 
     Parameters and buffers are cut as the layout says. Of the other entries a DTensor is cut as it
     says itself, a plain tensor shaped like this rank's part of the parameter of that name like that
-    parameter; any other plain tensor is stored whole.
+    parameter; any other plain tensor is stored whole. What every rank holds whole is the lowest
+    rank's: DDP keeps parameters equal, not what a module makes of them.
 
     Args:
         state: What there is.
@@ -224,11 +225,11 @@ def _described(
 ) -> ShardedTensor | list[ShardedTensor] | None:
     """Return the description; None if others tell of it."""
     own = owned_by(layout, name)
-    equal = own is not None and own.layout.writer == "any"
     if isinstance(value, DTensor):
-        return dtensor_layout(value, name=name, equal=equal).shard(key, local_of(value))
+        return dtensor_layout(value, name=name).shard(key, local_of(value))
     if own is not None and tuple(value.shape) == own.layout.local_shape:
-        return own.layout.shard(key, value)
+        made = replace(own.layout, writer="first") if own.layout.writer == "any" else own.layout
+        return made.shard(key, value)
     if not stores_values:
         return None
     return replicated_layout(tuple(value.shape), writer="first").shard(key, value)
