@@ -29,6 +29,7 @@ from accelerate_dist_ckpt.job import Job, canonical, is_sharded
 from accelerate_dist_ckpt.lifetime import Registration
 from accelerate_dist_ckpt.state import FRAMEWORK, common_state, rank_state
 from dist_ckpt.background import BackgroundSaver
+from dist_ckpt.derive.edits import LentStateDict
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.events import EventSink, emit_pruned
 from dist_ckpt.recovery import forget_owner, record_owner, sweep_once
@@ -278,7 +279,7 @@ def _run_hooks(job: Job, hooks_dir: Path | None) -> dict[int, Mapping[str, Any] 
     if hooks_dir is None:
         return dict.fromkeys(range(len(job.models)))
     weights: list[Any] = [] if job.is_fsdp else [model.state_dict() for model in job.models]
-    before = [dict(one) for one in weights]
+    before = [LentStateDict(one) for one in weights]
     position = {id(one): i for i, one in enumerate(weights)}
     given = list(weights)  # kept alive, so that no other object gets one of these ids
     for hook in job.save_hooks:
@@ -288,13 +289,9 @@ def _run_hooks(job: Job, hooks_dir: Path | None) -> dict[int, Mapping[str, Any] 
     left: dict[int, Mapping[str, Any] | None] = {}
     for place, one in enumerate(weights):
         i = position.get(id(one), place)
-        changed = one is not given[i] or not _is_same(one, before[i])
+        changed = one is not given[i] or before[i].was_edited(one)
         left[i] = one if changed else None
     return left
-
-
-def _is_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    return now.keys() == before.keys() and all(now[name] is before[name] for name in now)
 
 
 def _model_values(

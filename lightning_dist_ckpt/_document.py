@@ -56,13 +56,15 @@ def common_of(checkpoint: Mapping[str, Any]) -> StateDict:
     }
 
 
-def lightning_dict(common: Mapping[str, Any], *, version: str, fit_loop: StateDict) -> StateDict:
+def lightning_dict(
+    common: Mapping[str, Any], *, version: str, loops: Mapping[str, StateDict]
+) -> StateDict:
     """Return Lightning's dict, still without model and optimizers.
 
     Args:
         common: The common part of a checkpoint of any framework.
         version: Lightning's version, which the dict must name.
-        fit_loop: State dict of a fit loop at its start, for checkpoints of other frameworks.
+        loops: State dicts of all loops at their start, for checkpoints of other frameworks.
     """
     if "lightning" in common:
         return dict(common["lightning"])
@@ -71,7 +73,7 @@ def lightning_dict(common: Mapping[str, Any], *, version: str, fit_loop: StateDi
         "epoch": 0,
         "global_step": step,
         "pytorch-lightning_version": version,
-        "loops": {"fit_loop": _at_step(fit_loop, step)},
+        "loops": {**loops, "fit_loop": _at_step(loops["fit_loop"], step)},
         "callbacks": {},
     }
     if "schedulers" in common:

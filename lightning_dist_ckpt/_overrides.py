@@ -21,6 +21,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dist_ckpt.derive import load_whole_model, local_state_dict, model_layout
+from dist_ckpt.derive.edits import LentStateDict
 from dist_ckpt.errors import CheckpointingException, ConfigError, MismatchError
 from dist_ckpt.events import emit_pruned
 from dist_ckpt.recovery import sweep_once
@@ -31,6 +32,7 @@ from dist_ckpt.training_state import (
     TrainingState,
     save_training_state,
 )
+from dist_ckpt.validation import casts_into, check_casts, warn_of_casts
 from lightning_dist_ckpt._document import (
     DIRECT,
     EXTRA,
@@ -50,15 +52,22 @@ from lightning_dist_ckpt.io import checked_target
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import nn
+
     from dist_ckpt.types import PathLike, StateDict
     from lightning_dist_ckpt._fit_saves import FitSaves
     from lightning_dist_ckpt._preempt import Preemption
     from lightning_dist_ckpt.io import DistCkptIO
 
-__all__ = ["OVERRIDDEN", "Binding", "bound_class"]
+__all__ = ["LOADING_MODEL", "OVERRIDDEN", "Binding", "FailedDump", "bound_class"]
 
 
 logger = logging.getLogger(__name__)
+
+_LOOPS = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+
+LOADING_MODEL = "preparing the load of the model"
+"""The step in which ranks tell whether a hook has failed before the model is loaded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,6 +77,8 @@ class Binding:
     Attributes:
         io: The plugin.
         restores: Whether we restore the checkpoint that was opened last; else Lightning does.
+        source: The checkpoint that was opened last.
+        hooks_are_done: Whether all ranks know that their hooks have prepared the load of the model.
         resumed_from: What it is called without links.
         saves: Those of the fit that is running, if they go on in the background.
         preemption: Of the fit that is running, if it stops when it is told to.
@@ -79,12 +90,31 @@ class Binding:
 
     io: DistCkptIO
     restores: bool = False
+    source: str = ""
+    hooks_are_done: bool = False
     resumed_from: Path | None = None
     saves: FitSaves | None = None
     preemption: Preemption | None = None
-    state_dict: dict[str, Any] = field(default_factory=dict)
+    state_dict: LentStateDict = field(default_factory=functools.partial(LentStateDict, {}))
     swept: set[Path] = field(default_factory=set)
     memory: SaveMemory = field(default_factory=SaveMemory)
+
+
+class FailedDump(dict[str, Any]):
+    """Stands for Lightning's dict on a rank where it could not be made: the save tells all ranks.
+
+    Args:
+        error: Why not.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        """Keep the error; there is no content."""
+        super().__init__()
+        self.error = error
+
+    def __missing__(self, key: object) -> Any:
+        """Raise the error to whoever looks into it."""
+        raise self.error
 
 
 class LiveOptimizerState(dict[str, Any]):
@@ -176,7 +206,7 @@ class _Overrides:
             state_dict = self.lightning_module.state_dict()
         else:
             state_dict = _stock(self).lightning_module_state_dict()
-        self.dist_ckpt_binding.state_dict = dict(state_dict)
+        self.dist_ckpt_binding.state_dict = LentStateDict(state_dict)
         return state_dict
 
     def optimizer_state(self: Any, optimizer: Any) -> StateDict:
@@ -194,7 +224,7 @@ class _Overrides:
         target = checked_target(self.broadcast(str(filepath)), storage_options)
         # What hooks did, often on rank 0 only; what this raises on one rank is raised on all.
         comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
-        given, binding.state_dict = binding.state_dict, {}
+        given, binding.state_dict = binding.state_dict, LentStateDict({})
         edits = functools.cache(lambda: _edits(self, checkpoint, given))
         if self.is_global_zero:
             sweep_once(target.parent, binding.swept, binding.io.config.sweep_after_secs)
@@ -279,6 +309,7 @@ class _Overrides:
         found = without_scheme(checkpoint_path)
         comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
         found, stock = comm.broadcast(f"looking at {found}", lambda: (found, is_stock(found)))
+        binding.source = found
         path, sharded = Path(found), bool(self.restore_checkpoint_after_setup)
         is_file = stock and path.is_file()
         binding.restores, binding.resumed_from = not stock or (sharded and is_file), None
@@ -307,16 +338,25 @@ class _Overrides:
         binding: Binding = self.dist_ckpt_binding
         if not binding.restores:
             _stock(self).load_model_state_dict(checkpoint, strict=strict)
-        elif self.restore_checkpoint_after_setup:
+            return
+        config = binding.io.config
+        comm = all_processes(timeout_secs=config.timeout_secs)
+        binding.hooks_are_done = True  # what is raised from here on, all ranks raise
+        comm.map_reduce(LOADING_MODEL, lambda: None, lambda _: None)
+        if self.restore_checkpoint_after_setup:
             state_dict = checkpoint["state_dict"]
             if isinstance(state_dict, StoredModel):
                 state_dict.view.load_model(0, self.model, strict=strict, values=state_dict.entries)
             else:
                 load_whole_model(self.model, state_dict, strict=strict)
         else:
-            module = self.lightning_module
+            module, where = self.lightning_module, binding.source
             values = named_as_in(module, checkpoint["state_dict"])
-            module.load_state_dict(values, strict=strict)
+            comm.map_reduce(
+                "filling the model",
+                lambda: _load_replica(module, values, strict=strict, cast=config.cast, where=where),
+                lambda casts: warn_of_casts(casts, where),
+            )
 
     def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         """Fill the optimizers. Collective."""
@@ -386,7 +426,9 @@ class _Edits:
         return self.state_dict is not None, self.has_optimizers
 
 
-def _edits(strategy: Any, checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> _Edits:
+def _edits(strategy: Any, checkpoint: Mapping[str, Any], given: LentStateDict) -> _Edits:
+    if isinstance(checkpoint, FailedDump):
+        raise checkpoint.error
     states = checkpoint.get("optimizer_states") or []
     if states and not _are_live(states, strategy.optimizers):
         raise ConfigError(
@@ -395,9 +437,8 @@ def _edits(strategy: Any, checkpoint: Mapping[str, Any], given: Mapping[str, Any
             hint="leave the list alone, or empty it to store no optimizer.",
         )
     now = checkpoint["state_dict"]
-    is_given = now.keys() == given.keys() and all(now[name] is given[name] for name in now)
     return _Edits(
-        state_dict=None if is_given else now,
+        state_dict=now if given.was_edited(now) else None,
         # Where a module configures none, Lightning has a stand-in without groups.
         has_optimizers=any(one.param_groups for one in strategy.optimizers) and bool(states),
     )
@@ -454,14 +495,13 @@ def _open(strategy: Any, path: Path, *, weights_only: bool | None) -> dict[str, 
             stacklevel=2,
         )
     trainer = strategy.lightning_module.trainer
-    checkpoint = lightning_dict(
-        common, version=_version(trainer), fit_loop=trainer.fit_loop.state_dict()
-    )
+    loops = {name: getattr(trainer, name).state_dict() for name in _LOOPS}
+    checkpoint = lightning_dict(common, version=_version(trainer), loops=loops)
     extra = checkpoint.pop(EXTRA, {})
     if strategy.restore_checkpoint_after_setup:
         checkpoint["state_dict"] = StoredModel(view, extra=extra)
     else:
-        whole = functools.cache(lambda: view.full_model(0))
+        whole = functools.cache(lambda: view.full_model(0, like=strategy.lightning_module))
         comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
         # What cannot be read on one rank is raised on all.
         comm.map_reduce(f"reading {path}", lambda: whole() is None, lambda _: None)
@@ -473,6 +513,20 @@ def _open(strategy: Any, path: Path, *, weights_only: bool | None) -> dict[str, 
             StoredOptimizer(view=view, index=index) for index in range(count)
         ]
     return checkpoint
+
+
+def _load_replica(
+    module: nn.Module, values: Mapping[str, Any], *, strict: bool, cast: str, where: str
+) -> dict[str, tuple[str, str]]:
+    """Load whole values into a module that is not sharded; return what was converted."""
+    casts = casts_into(module, values)
+    if cast == "error":
+        check_casts(casts, where)
+    try:
+        module.load_state_dict(values, strict=strict)
+    except RuntimeError as error:
+        raise MismatchError(f"{where}: {error}") from error
+    return casts
 
 
 def _version(trainer: Any) -> str:

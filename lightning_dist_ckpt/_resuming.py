@@ -9,6 +9,7 @@ A checkpoint that the user named, by its path or as the best, is never replaced 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from lightning_dist_ckpt._candidates import (
     traces_of,
 )
 from lightning_dist_ckpt._model_checkpoint import forget_name
+from lightning_dist_ckpt._overrides import LOADING_MODEL, FailedDump
 from lightning_dist_ckpt._pending import flip_link
 from lightning_dist_ckpt._requests import Request, take_request
 from lightning_dist_ckpt.export import is_stock
@@ -51,7 +53,16 @@ def bind_connector(connector: Any) -> None:
     connector.__class__ = type(base.__name__, (base,), {**own, **names, "dist_ckpt_base": base})
 
 
-_OVERRIDDEN = frozenset({"__reduce_ex__", "restore_callbacks", "resume_start"})
+_OVERRIDDEN = frozenset(
+    {
+        "__reduce_ex__",
+        "dump_checkpoint",
+        "restore_callbacks",
+        "restore_datamodule",
+        "restore_model",
+        "resume_start",
+    }
+)
 
 
 def _stock(connector: Any) -> Any:
@@ -74,18 +85,56 @@ class _Overrides:
             checkpoint_path = _choose(self.trainer, request)
         _stock(self).resume_start(checkpoint_path, *args, **kwargs)
 
+    def dump_checkpoint(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return Lightning's dict. What hooks raise on one rank, the save raises on all of them."""
+        dumped: dict[str, Any]
+        try:
+            dumped = _stock(self).dump_checkpoint(*args, **kwargs)
+        except Exception as error:
+            if self.trainer.world_size == 1:
+                raise
+            dumped = FailedDump(error)
+        return dumped
+
+    def restore_datamodule(self: Any) -> None:
+        """Restore the data module; what it raises on one rank is raised on all."""
+        if not self._loaded_checkpoint or self.trainer.datamodule is None:
+            return
+        restore = _stock(self).restore_datamodule
+        _communicator(self.trainer).map_reduce("restoring data", restore, lambda _: None)
+
+    def restore_model(self: Any) -> None:
+        """Call the hooks and load the model; what a hook raises on one rank is raised on all."""
+        binding = self.trainer.strategy.dist_ckpt_binding
+        binding.hooks_are_done = not (self._loaded_checkpoint and binding.restores)
+        try:
+            _stock(self).restore_model()
+        except Exception as error:
+            if binding.hooks_are_done:
+                raise
+            failed = functools.partial(_raise, error)
+            _communicator(self.trainer).map_reduce(LOADING_MODEL, failed, lambda _: None)
+
     def restore_callbacks(self: Any) -> None:
-        """Restore callbacks; they do not know checkpoints any more that were set aside."""
-        _stock(self).restore_callbacks()
+        """Restore callbacks; they do not know checkpoints any more that were set aside.
+
+        What they raise on one rank is raised on all.
+        """
         if not self._loaded_checkpoint:
             return
         callbacks = model_checkpoints(self.trainer)
-        gone = _communicator(self.trainer).broadcast(
-            "looking for what was set aside", lambda: [_gone(one) for one in callbacks]
+        gone = _communicator(self.trainer).map_reduce(
+            "restoring callbacks",
+            _stock(self).restore_callbacks,
+            lambda _: [_gone(one) for one in callbacks],
         )
         for callback, names in zip(callbacks, gone, strict=True):
             for name in names:
                 forget_name(callback, name)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _gone(callback: Any) -> list[str]:

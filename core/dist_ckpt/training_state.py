@@ -34,7 +34,7 @@ from dist_ckpt._loading import (
     run_load,
     stored_keys,
 )
-from dist_ckpt._names import find_prefixes, rename
+from dist_ckpt._names import Prefixes, find_prefixes, rename
 from dist_ckpt._opened import check_indexed, open_checkpoint, open_together
 from dist_ckpt._remembering import SaveMemory, run_remembered
 from dist_ckpt._saving import SaveRequest
@@ -391,22 +391,15 @@ class CheckpointView:
             )
             self._adopt(names)
         stored = set(self.model_names(i))
-
-        def own_names() -> set[str]:
-            names = set(layout().tensors)
-            if names.isdisjoint(stored):
-                entries = own_entries(model)
-                if entries is not None and not stored.isdisjoint(entries.values):
-                    return set()  # the model renames by itself, and wants its names back
-            return names
-
         prefixes = self._comm.map_reduce(
             "comparing names",
-            own_names,
+            lambda: _names_to_find(model, set(layout().tensors), stored),
             lambda found: find_prefixes(set[str]().union(*found), stored),
         )
-        if prefixes is None:
-            return
+        if prefixes is not None:
+            self._rename(i, prefixes)
+
+    def _rename(self, i: int, prefixes: Prefixes) -> None:
         logger.log(
             logging.WARNING if self._comm.rank == 0 else logging.DEBUG,
             "%s: model %d is stored with names %r..., in this job they are %r...; renamed.",
@@ -417,11 +410,22 @@ class CheckpointView:
         self._documents[i] = document.renamed(prefixes)
         self._stored = stored_keys(self._contents)
 
-    def full_model(self, i: int) -> OrderedDict[str, Any]:
+    def full_model(self, i: int, *, like: nn.Module | None = None) -> OrderedDict[str, Any]:
         """Return the whole state dict of model ``i`` on the CPU. Not collective.
 
         Names stand in the stored order, tied ones too; ``_metadata`` is what modules noted.
+
+        Args:
+            i: Which model of the checkpoint.
+            like: A module that has all of its parameters here: if only a prefix differs, names are
+                this module's.
         """
+        if like is not None:
+            own = {without_wrappers(name) for name, _ in like.named_parameters()}
+            stored = set(self.model_names(i))
+            prefixes = find_prefixes(_names_to_find(like, own, stored), stored)
+            if prefixes is not None:
+                self._rename(i, prefixes)
         prefix, document = f"models.{i}.", self._document(i)
         keys = [key for key in self._stored if key.startswith(prefix)]
         tensors = read_whole(self._contents, keys, self._options)
@@ -522,6 +526,15 @@ class CheckpointView:
         value = read_object(one, self._contents, self._options)
         check_unchanged(self._contents)
         return value
+
+
+def _names_to_find(model: nn.Module, own: set[str], stored: set[str]) -> set[str]:
+    """Return the names to be found among stored ones with another prefix."""
+    if own.isdisjoint(stored):
+        entries = own_entries(model)
+        if entries is not None and not stored.isdisjoint(entries.values):
+            return set()  # the model renames by itself, and wants its names back
+    return own
 
 
 def _members(optimizer: Any, layouts: Sequence[ModelLayout]) -> list[list[str]]:

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from dist_ckpt._integrity.coverage import (
     storage_problems,
 )
 from dist_ckpt._integrity.quick import agreeing_keys, storable_keys, tiled_keys
-from dist_ckpt._planning.describe import dtype_from_name
+from dist_ckpt._planning.describe import dtype_from_name, dtype_name
 from dist_ckpt._planning.together import JobTable
 from dist_ckpt.errors import CoordinationError, InvalidShardingError, MismatchError
 from dist_ckpt.mapping import ShardedObject, is_main_replica
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from numpy.typing import NDArray
+    from torch import nn
 
     from dist_ckpt._planning.describe import ShardInfo
 
@@ -39,11 +40,14 @@ __all__ = [
     "RankView",
     "StrictHandling",
     "StrictPolicy",
+    "casts_into",
+    "check_casts",
     "check_formats",
     "check_objects",
     "check_sharding",
     "check_storable",
     "parse_strict_flag",
+    "warn_of_casts",
 ]
 
 logger = logging.getLogger(__name__)
@@ -302,6 +306,30 @@ def warn_of_casts(casts: Sequence[Mapping[str, tuple[str, str]]], where: str) ->
         where,
         ". ".join(groups),
     )
+
+
+def casts_into(module: nn.Module, entries: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return what ``module.load_state_dict(entries)`` converts: name -> both dtypes, as above."""
+    held = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    return {
+        name: (dtype_name(entry.dtype), dtype_name(held[name].dtype))
+        for name, entry in entries.items()
+        if isinstance(entry, torch.Tensor) and name in held and entry.dtype != held[name].dtype
+    }
+
+
+def check_casts(casts: Mapping[str, tuple[str, str]], where: str) -> None:
+    """Refuse a load that converts.
+
+    Raises:
+        MismatchError: Naming all keys, of one rank.
+    """
+    found = [f"{k!r}: {want} is expected, {have} is stored" for k, (have, want) in casts.items()]
+    if found:
+        raise MismatchError(f"{where}: {'; '.join(found)}", hint='cast="allow" converts.')
 
 
 def _loss(stored: str, requested: str) -> str:

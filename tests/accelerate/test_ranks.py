@@ -386,6 +386,10 @@ def test_hooks_that_pop_on_rank_0_decide_for_all(tmp_path: Path) -> None:
     assert any(key.startswith("optimizers.0.state.exp_avg.0.") for key in keys)
 
 
+def add_sum(module: Any, entries: dict[str, Any]) -> None:
+    entries["sum"] = module.up.weight.detach().sum()
+
+
 def edit_by_rank(rank: int, world_size: int, root: str) -> None:
     job = build("ddp", seed=1)
 
@@ -393,6 +397,16 @@ def edit_by_rank(rank: int, world_size: int, root: str) -> None:
         if rank == 0:
             weights[0]["up.weight"] = torch.full((10, 4), 7.0)
 
+    def edit_in_place(models: Any, weights: list[Any], output_dir: str) -> None:
+        weights[0]["sum"].fill_(7)  # no memory of the model's
+
+    net = job.model.module
+    net.register_state_dict_post_hook(lambda module, entries, *_: add_sum(module, entries))
+    handle = job.accelerator.register_save_state_pre_hook(edit_in_place)
+    job.accelerator.save_state(f"{root}/in-place")
+    assert CheckpointView.open(f"{root}/in-place").full_model(0)["sum"] == 7
+    handle.remove()
+    net._state_dict_hooks.clear()
     job.accelerator.register_save_state_pre_hook(edit)
     job.accelerator.save_state(f"{root}/ckpt")
     job.accelerator.load_state(f"{root}/ckpt")

@@ -14,10 +14,12 @@ from torch import nn
 
 from dist_ckpt.errors import (
     ConfigError,
+    MismatchError,
     UnsafeContentError,
 )
 from dist_ckpt.training_state import (
     CheckpointView,
+    save_model_and_optimizer,
 )
 from lightning_dist_ckpt import DistCkptIO, export_to_file
 from tests.lightning._training import (
@@ -193,6 +195,67 @@ def test_extra_state(tmp_path: Path) -> None:
     trainer.validate(again, loader(), ckpt_path=tmp_path / "h.ckpt")
 
     assert again.holder.seen == ["one", 2]
+
+
+class Editing(Tiny):
+    """Its hook edits in place what is not the model's own memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holder = Holder()
+        self.net.register_state_dict_post_hook(add_sum)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["holder._extra_state"]["list"].append(2)
+        checkpoint["state_dict"]["net.sum"].fill_(7)
+        checkpoint["state_dict"]._metadata["net"]["version"] = 5
+
+
+def add_sum(module: Any, entries: dict[str, Any], prefix: str, _: Any) -> None:
+    entries[f"{prefix}sum"] = module.up.weight.detach().sum()
+
+
+def test_edits_in_place(tmp_path: Path) -> None:
+    """What a hook changes within an entry is stored, as by stock Lightning."""
+    trainer = make_trainer("single", tmp_path, max_steps=1)
+    trainer.fit(module := Editing(), loader())
+    module.holder.get_extra_state = lambda: {"list": [1]}  # type: ignore[method-assign]
+    trainer.save_checkpoint(tmp_path / "e.ckpt")
+
+    full = CheckpointView.open(tmp_path / "e.ckpt").full_model(0)
+    assert full["holder._extra_state"] == {"list": [1, 2]}
+    assert full["net.sum"] == 7
+    assert full._metadata["net"]["version"] == 5  # type: ignore[attr-defined]
+
+
+def test_casts_as_configured(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also without sharding a load that casts warns, or is refused."""
+    trainer = make_trainer("single", tmp_path, max_steps=1)
+    trainer.fit(Tiny(), loader())
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+
+    class Idle(Tiny):
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            """Compute nothing: its layers are of two dtypes."""
+
+    half = Idle()
+    half.net.up.half()
+    plugins = [DistCkptIO(cast="error")]
+    trainer = make_trainer("single", tmp_path, plugins=plugins)
+    with pytest.raises(MismatchError, match=r"'net.up.weight': float16.*'net.up.bias'"):
+        trainer.validate(half, loader(), ckpt_path=tmp_path / "c.ckpt")
+    trainer = make_trainer("single", tmp_path)
+    trainer.validate(half, loader(), ckpt_path=tmp_path / "c.ckpt", verbose=False)
+    assert "float32 -> float16: 'net.up.weight'" in caplog.text
+
+
+def test_of_a_bare_model(tmp_path: Path) -> None:
+    """Without sharding, too, a checkpoint of what is an attribute here loads."""
+    saved = Tiny(1)
+    save_model_and_optimizer(tmp_path / "b.ckpt", saved.net)
+    trainer = make_trainer("single", tmp_path)
+    trainer.validate(again := Tiny(2), loader(), ckpt_path=tmp_path / "b.ckpt", verbose=False)
+    assert not differences(again.net.state_dict(), saved.net.state_dict())
 
 
 class Opaque:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning as L  # noqa: N812 - as its documents write it
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ import dist_ckpt._saving as saving
 from dist_ckpt import load_plain_tensors
 from dist_ckpt.derive import model_layout
 from dist_ckpt.derive.protocol import given_entries, model_state
+from dist_ckpt.errors import RankFailedError
 from dist_ckpt.training_state import is_checkpoint
 from lightning_dist_ckpt import load_module
 from tests.lightning._flight import make_async
@@ -260,6 +262,69 @@ def count(rank: int, world_size: int, root: str) -> tuple[int, bool]:
 def test_states_of_metrics(tmp_path: Path) -> None:
     """They are stored and loaded; a checkpoint with names the model lacks is not read as a whole."""
     assert run_ranks(count, 2, str(tmp_path)) == [(7, True)] * 2
+
+
+class Failing(Tiny):
+    """One of its hooks fails on rank 1."""
+
+    at = ""
+
+    def check(self, at: str) -> None:
+        if self.at == at and self.global_rank == 1:
+            raise ValueError(f"no {at}")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.check("state_dict")
+        return super().state_dict(*args, **kwargs)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check("on_save")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.check("on_load")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.check("load_state_dict")
+        return super().load_state_dict(*args, **kwargs)
+
+
+class FailingCallback(L.Callback):
+    """Likewise."""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        module.check("callback_saves")
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        module.check("callback_loads")
+
+
+def fail_in_hooks(rank: int, world_size: int, layout: str, root: str) -> dict[str, str]:
+    told = {}
+    trainer = make_trainer(layout, root, max_steps=1, callbacks=[FailingCallback()])
+    trainer.fit(module := Failing(), loader(layout))
+    trainer.save_checkpoint(Path(root, "good.ckpt"))
+    for module.at in ("state_dict", "on_save", "callback_saves"):
+        with pytest.raises(RankFailedError) as caught:
+            trainer.save_checkpoint(Path(root, "bad.ckpt"))
+        told[module.at] = str(caught.value)
+    hooks = ["on_load", "callback_loads", *(["load_state_dict"] if layout == "ddp" else [])]
+    for at in hooks:
+        module = Failing()
+        module.at = at
+        trainer = make_trainer(layout, root, max_steps=2, callbacks=[FailingCallback()])
+        with pytest.raises(RankFailedError) as caught:
+            trainer.fit(module, loader(layout), ckpt_path=Path(root, "good.ckpt"))
+        told[at] = str(caught.value)
+    return told
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_hook_that_fails_on_one_rank(tmp_path: Path, layout: str) -> None:
+    """All ranks raise it at once, named by rank, at saves and at loads."""
+    for told in run_ranks(fail_in_hooks, 2, layout, str(tmp_path)):
+        assert len(told) >= 5
+        assert all(f"rank 1: ValueError: no {at}" in text for at, text in told.items())
+    assert not (tmp_path / "bad.ckpt").exists()
 
 
 class EditedOnRank0(Tiny):
