@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -43,3 +44,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             folder = item.path.relative_to(_TESTS).parts[0]
             if folder in _FOLDER_MARKERS:
                 item.add_marker(folder)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported out of collections, of which some tests ask for several."""
+    gc.collect()
+    gc.freeze()

@@ -24,6 +24,7 @@ import atexit
 import contextlib
 import datetime as dt
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -352,6 +353,7 @@ def _nursery_main(descriptor: int) -> None:
             continue
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # else a collection in a rank copies the pages of all that is imported here
         ours = (channel, connection)
         pids = [_fork_rank(task, args, rank, fds=fds, ours=ours) for rank in range(len(fds))]
         for fd in fds:
