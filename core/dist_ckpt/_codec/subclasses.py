@@ -1,8 +1,7 @@
 """Tensors of classes that wrap other tensors (``__tensor_flatten__``), taken apart and rebuilt.
 
-Here: what such a tensor is made of, the classes that a document may name, their documents. Not
-here: values with such tensors in them (``encoder``), their use for live objects
-(``derive.subclass``).
+Here: what such a tensor is made of, and the classes that a document may name. Not here: their
+documents (``encoder``, ``decoder``).
 
 A document's class is rebuilt only if the program, or the library that defines it, has declared it
 safe to rebuild (``torch.serialization.add_safe_globals``): the rule of ``torch.load``. What is

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from dist_ckpt._codec.subclasses import is_wrapper
 from dist_ckpt.derive.ddp import (
     current_rank,
     hides_child,
@@ -35,7 +36,6 @@ from dist_ckpt.derive.fsdp import (
     read_flat_parameters,
 )
 from dist_ckpt.derive.layout import FlatPiece, LocalTensor, ModelLayout, TensorLayout
-from dist_ckpt.derive.subclass import is_wrapper
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.types import ShardedStateDict, Writer
 

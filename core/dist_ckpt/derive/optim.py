@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from dist_ckpt._codec.subclasses import is_wrapper
 from dist_ckpt.derive.ddp import current_rank, replicated_layout
 from dist_ckpt.derive.dtensor import dtensor_layout, local_of
 from dist_ckpt.derive.layout import ModelLayout, TensorLayout
@@ -48,7 +49,6 @@ from dist_ckpt.derive.optim_form import (
 )
 from dist_ckpt.derive.slots import Slot, optimizer_slots, unwrap_optimizer
 from dist_ckpt.derive.state_spec import StateSpec, find_state_spec, spec_layout
-from dist_ckpt.derive.subclass import is_wrapper
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.mapping import ShardedObject
 from dist_ckpt.types import ShardedStateDict

@@ -49,7 +49,6 @@ EXTRA: Final = "extra"
 """Part of the key of an object with an entry that is neither of state nor of groups."""
 
 _PARAMETER: Final = "dist_ckpt.parameter"
-_TORCHS: Final = frozenset({"state", "param_groups"})
 
 
 def read_state_dict(optimizer: Any, slots: Sequence[Slot]) -> Any:

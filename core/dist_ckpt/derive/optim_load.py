@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from dist_ckpt._codec.subclasses import is_wrapper
 from dist_ckpt.derive.ddp import replicated_layout
 from dist_ckpt.derive.dtensor import local_of, wrap_like
 from dist_ckpt.derive.layout import ModelLayout, TensorLayout
@@ -40,7 +41,6 @@ from dist_ckpt.derive.optim_form import (
 )
 from dist_ckpt.derive.slots import Slot, optimizer_slots, unwrap_optimizer
 from dist_ckpt.derive.state_spec import StateSpec, find_state_spec, spec_layout
-from dist_ckpt.derive.subclass import is_wrapper
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.types import ShardedStateDict, StateDict
