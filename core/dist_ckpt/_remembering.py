@@ -1,7 +1,7 @@
 """A save that remembers its plan for the next one.
 
-Here: ``SaveMemory``, the steps of a synchronous save with it or without, and what the save tells
-its sinks. Not here: planning (``_async_saving``), writing and committing (``_saving``). Collective.
+Here: ``SaveMemory``, the steps of a synchronous save with it or without, and the events of such a
+save. Not here: planning (``_async_saving``), writing and committing (``_saving``). Collective.
 
 Most saves of a job have the plan of the one before. Then one small exchange says so, and what is
 left is to write.
@@ -85,34 +85,41 @@ def run_remembered(
     """Save collectively, with the plan of the save before if it fits.
 
     On any failure nothing is committed and every rank raises. ``build`` makes this rank's request
-    inside the first exchange, so that what it raises on one rank is raised on all. ``sinks`` take
-    the events that a background save has.
+    inside the first exchange, so that what it raises on one rank is raised on all. ``sinks`` get
+    the same events as those of a background save.
     """
-    report = _Report(tuple(sinks), target, comm.rank, 1 if memory is None else memory.count())
-    pending: PendingSave | None = None
+    events_of_save = _SaveEvents(
+        tuple(sinks), target, comm.rank, 1 if memory is None else memory.count()
+    )
     try:
-        pending, write = _planned(
-            memory, build, target, comm, options, check_coverage=check_coverage
-        )
-        report.planned()
+        if memory is None:
+            pending = begin_save(build, target, comm, options, check_coverage=check_coverage)
+            write = pending.write
+        else:
+            planned = memory.planner.plan(
+                build, target, comm, options,
+                check_coverage=check_coverage, serve=lambda: None, number=0,
+            )  # fmt: skip
+            pending, write = _pending(planned, memory, target, comm, options)
+        events_of_save.planned()
         write()
-        report.wrote(pending.written)
+        events_of_save.wrote(pending.written)
         pending.commit()
     except BaseException as error:
-        report.end(error)
+        events_of_save.end(error)
         raise
-    report.end(None)
+    events_of_save.end(None)
 
 
-class _Report:
-    """What a save that blocks tells its sinks.
+class _SaveEvents:
+    """Emits the events of a save that blocks.
 
-    How long it has blocked is known at its end only, and comes before what was written, as in a
-    background save: all but the first event are emitted then.
+    How long it has blocked is known only at its end, and that event precedes ``Written``, as in a
+    background save: all but the first event are emitted at the end.
     """
 
     def __init__(self, sinks: tuple[EventSink, ...], target: Path, rank: int, number: int) -> None:
-        """Tell that it starts."""
+        """Emit ``SaveStarted``."""
         self._sinks = sinks
         self._common: Any = {"path": str(target), "rank": rank, "save": number, "is_async": False}
         self._asked = self._begun = time.monotonic()
@@ -121,51 +128,46 @@ class _Report:
         emit_to(sinks, SaveStarted(**self._common))
 
     def planned(self) -> None:
-        """From now on it is written."""
+        """Note that planning has ended and writing begins."""
         self._begun, self._phase = time.monotonic(), "writing"
 
     def wrote(self, written: Written | BaseException | None) -> None:
-        """Take what this rank has written, or why it has not: the commit tells all ranks."""
+        """Note what this rank has written; a failure is reported by the commit."""
         if isinstance(written, Written):
             secs = time.monotonic() - self._begun
             self._written = events.Written(**self._common, secs=secs, nbytes=written.nbytes)
 
     def end(self, error: BaseException | None) -> None:
-        """Tell how it ended."""
-        secs, found = time.monotonic() - self._asked, list[Event]()
+        """Emit the remaining events.
+
+        Args:
+            error: Why the save failed; None if it is committed.
+        """
+        secs, emitted = time.monotonic() - self._asked, list[Event]()
         if self._phase != "planning":
-            found.append(
+            emitted.append(
                 Staged(**self._common, stall_secs=secs, wait_secs=0.0, copy_secs=0.0, nbytes=0)
             )
         if self._written is not None:
-            found.append(replace(self._written, time=time.time()))
+            emitted.append(replace(self._written, time=time.time()))
         if error is None:
             nbytes = 0 if self._written is None else self._written.nbytes
-            found.append(Committed(**self._common, secs=secs, nbytes=nbytes))
+            emitted.append(Committed(**self._common, secs=secs, nbytes=nbytes))
         else:
-            told = str(error) or repr(error)
-            found.append(Failed(**self._common, secs=secs, phase=self._phase, error=told))
-        for event in found:
+            text = str(error) or repr(error)
+            emitted.append(Failed(**self._common, secs=secs, phase=self._phase, error=text))
+        for event in emitted:
             emit_to(self._sinks, event)
 
 
-def _planned(
-    memory: SaveMemory | None,
-    build: Callable[[], SaveRequest],
+def _pending(
+    planned: PlannedSave,
+    memory: SaveMemory,
     target: Path,
     comm: Communicator,
     options: SaveOptions,
-    *,
-    check_coverage: bool,
 ) -> tuple[PendingSave, Callable[[], None]]:
-    """Return a planned save, and what writes this rank's part and keeps the result. Collective."""
-    if memory is None:
-        pending = begin_save(build, target, comm, options, check_coverage=check_coverage)
-        return pending, pending.write
-    planned = memory.planner.plan(
-        build, target, comm, options,
-        check_coverage=check_coverage, serve=lambda: None, number=0,
-    )  # fmt: skip
+    """Return the save to commit, and a function that writes this rank's part."""
     if planned.pending is not None:
         pending, coordinator = planned.pending, planned.pending.coordinator
         pending.finish = lambda written: commit_written(
@@ -197,8 +199,8 @@ def _publish(planned: PlannedSave, written: Sequence[Written], memory: SaveMemor
     """Make the attempt the checkpoint. Rank 0."""
     publication = planned.publication
     if publication is None:
-        raise CoordinationError("a commit without a plan")
-    files = {name: found for one in written for name, found in (one.files or {}).items()}
+        raise CoordinationError(f"{planned.target}: rank 0 has no plan to commit.")
+    files = {name: file for part in written for name, file in (part.files or {}).items()}
     publish(
         publication.attempt,
         memory.documents(publication),
@@ -206,5 +208,5 @@ def _publish(planned: PlannedSave, written: Sequence[Written], memory: SaveMemor
         publication.config,
         world_size=publication.world_size,
         include_dir=publication.include_dir,
-        dcp_metadata=False,  # it is among the documents, if it is wanted
+        dcp_metadata=False,  # if it is wanted, it is among the documents
     )

@@ -521,18 +521,6 @@ class BackgroundSaver:
         self._rank = rank
         return self._machinery.worker_of(rank)
 
-    @property
-    def _worker(self) -> Worker | None:
-        return self._machinery.worker
-
-    @property
-    def _copier(self) -> Copier | None:
-        return self._machinery.copier
-
-    @property
-    def _pool(self) -> StagingPool | None:
-        return self._machinery.pool
-
     def _rank_of_job(self) -> int:
         return default_communicator(timeout_secs=self._timeout_secs).rank
 

@@ -53,7 +53,7 @@ def saver_of(accelerator: Accelerator) -> Any:
 
 def worker_pid(accelerator: Accelerator) -> int:
     """Return the process that writes, which must have had a save, or have one."""
-    pid: int = saver_of(accelerator)._worker.pid
+    pid: int = saver_of(accelerator)._machinery.worker.pid
     return pid
 
 

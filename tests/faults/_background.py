@@ -64,7 +64,7 @@ def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 def worker_pid(saver: BackgroundSaver) -> int | None:
     """Return the saver's worker process; None for a thread, or when there is none."""
-    worker = saver._worker
+    worker = saver._machinery.worker
     return None if worker is None else worker.pid
 
 

@@ -77,9 +77,9 @@ class Gate:
         save_training_state(folder / "warm", TrainingState(models=[model]), saver=saver)
         saver.drain()
         self._opened = threading.Event()
-        assert saver._copier is not None
+        assert saver._machinery.copier is not None
         for _ in range(saver.options.copy_threads):
-            saver._copier._executor.submit(self._opened.wait, 30)
+            saver._machinery.copier._executor.submit(self._opened.wait, 30)
 
     def open(self) -> None:
         self._opened.set()
@@ -381,7 +381,7 @@ def test_staging_memory_is_made_once(tmp_path: Path) -> None:
         for n in range(8):
             save(saver, tmp_path / "c", model)
             if n >= 1:
-                pool: Any = saver._pool
+                pool: Any = saver._machinery.pool
                 seen.add(tuple((one.key, one.nbytes) for one in pool._generations))
         saver.drain()
         assert staged_mappings() - before <= 2
@@ -399,7 +399,7 @@ def test_state_larger_than_the_budget_is_streamed(tmp_path: Path) -> None:
     model = nn.Linear(3000, 2500)
     with BackgroundSaver(BackgroundOptions(staging_budget=16 << 20)) as saver:
         expected = save(saver, tmp_path / "c", model)
-        pool: Any = saver._pool
+        pool: Any = saver._machinery.pool
         assert sum(one.nbytes for one in pool._generations) <= 16 << 20 < expected.nbytes
         nn.init.zeros_(model.weight)
     assert torch.equal(stored(tmp_path / "c"), expected)

@@ -161,7 +161,7 @@ def test_waiting_for_a_path_does_not_tell_of_another(
     """Whether the path was in flight still differs from rank to rank; what is raised must not."""
     model, saver = nn.Linear(2, 2), make(worker="process", max_in_flight=2)
     saver.start()
-    saver._worker._started().wait_until_ready()
+    saver._machinery.worker._started().wait_until_ready()
     pid = worker_pid(saver)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)

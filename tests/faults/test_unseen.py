@@ -218,9 +218,9 @@ def test_a_worker_that_starts_slowly_is_not_taken_for_dead(monkeypatch: pytest.M
     monkeypatch.setattr(link.Link, "_hear", heard)
     with BackgroundSaver() as saver:
         saver.start()
-        assert saver._worker is not None
-        assert saver._worker._link is not None
-        saver._worker._link.wait_until_ready()
+        assert saver._machinery.worker is not None
+        assert saver._machinery.worker._link is not None
+        saver._machinery.worker._link.wait_until_ready()
 
 
 @pytest.mark.parametrize("heard", [None, "committed", "failed"])

@@ -36,12 +36,12 @@ def saver_of(trainer: L.Trainer) -> BackgroundSaver:
 
 def worker_pid(trainer: L.Trainer) -> int:
     """Return the process that writes for this rank."""
-    return saver_of(trainer)._worker.pid
+    return saver_of(trainer)._machinery.worker.pid
 
 
 def wait_until_idle(trainer: L.Trainer) -> None:
     """Wait until the worker is there and all saves have ended, without being told how."""
-    saver_of(trainer)._worker._link.wait_until_ready(WAIT_SECS)
+    saver_of(trainer)._machinery.worker._link.wait_until_ready(WAIT_SECS)
     settler = saver_of(trainer)._settler
     settler.wait_for(settler.is_idle, WAIT_SECS, "a test")
 

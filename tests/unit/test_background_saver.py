@@ -83,8 +83,8 @@ def stage_failing(*, error: BaseException | None = None) -> Iterator[None]:
 def stopped(saver: BackgroundSaver) -> Iterator[None]:
     """The worker stands still, like one whose disk does not answer."""
     saver.start()
-    assert saver._worker is not None
-    saver._worker._started().wait_until_ready()
+    assert saver._machinery.worker is not None
+    saver._machinery.worker._started().wait_until_ready()
     pid = worker_pid(saver)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -678,7 +678,7 @@ def test_a_save_that_failed_at_the_very_end_is_logged(tmp_path: Path) -> None:
     end = "import resource, threading\n"
     script = textwrap.dedent(SCRIPT).replace(
         "save_training_state(sys",
-        "import resource; saver.start(); resource.prlimit(saver._worker.pid, "
+        "import resource; saver.start(); resource.prlimit(saver._machinery.worker.pid, "
         "resource.RLIMIT_FSIZE, (20000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
         "save_training_state(sys",
     )
