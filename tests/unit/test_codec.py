@@ -323,7 +323,7 @@ def test_everything_that_cannot_be_stored_is_named() -> None:
     assert "common.explodes[0]: " in message
     assert "boom" in message
     assert "common.meta: is a tensor on the meta device" in message
-    assert "common.subclass: is a Subclassed: describe it as a ShardedTensor" in message
+    assert "common.subclass: is a Subclassed, a tensor class without" in message
 
 
 def test_the_same_container_twice_is_no_cycle() -> None:

@@ -230,7 +230,7 @@ ROWS: tuple[Row, ...] = (
         what="a moving average that is no module: shadow parameters in a list",
         expected={
             ("*", "fsdp2"): Expected(
-                kind="refused", text="is a DTensor: describe it as a ShardedTensor"
+                kind="refused", text="save the module that holds it as a model"
             )
         },
     ),

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from dist_ckpt._codec.names import MAX_DEPTH, escape, render
-from dist_ckpt._codec.subclasses import is_admitted, is_wrapper, take_apart
+from dist_ckpt._codec.subclasses import is_admitted, is_distributed, is_wrapper, take_apart
 from dist_ckpt._codec.table import FACTORIES, Rule, rule_of, to_base64
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.types import ValueType, ValueTypes, value_types
@@ -178,10 +178,7 @@ class Encoder:
 
     def _tensor(self, value: torch.Tensor) -> Any:
         if type(value) not in {torch.Tensor, torch.nn.Parameter}:
-            return self._fail(
-                f"is a {type(value).__name__}: describe it as a ShardedTensor (dist_ckpt.derive) "
-                "or store a plain tensor"
-            )
+            return self._fail(_why_not_plain(type(value)))
         if value.is_meta:
             return self._fail("is a tensor on the meta device, which has no data")
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
@@ -201,8 +198,8 @@ class Encoder:
         cls = type(value)
         if not is_admitted(cls):
             return self._fail(
-                f"is a {cls.__module__}.{cls.__qualname__}, which no load rebuilds before "
-                f"torch.serialization.add_safe_globals([{cls.__name__}]) has admitted it"
+                f"is a {cls.__module__}.{cls.__qualname__}, which a load rebuilds only after "
+                f"torch.serialization.add_safe_globals([{cls.__name__}])"
             )
         parts = take_apart(value)
         had_pickles, self.has_pickles = self.has_pickles, False
@@ -222,6 +219,19 @@ class Encoder:
         except Exception as error:  # noqa: BLE001 - __reduce__ may raise anything; reported by path
             return self._fail(f"{name} cannot be pickled: {error}")
         return {"$pickle": {"type": name, "data": to_base64(data)}}
+
+
+def _why_not_plain(cls: type) -> str:
+    if is_distributed(cls):
+        return (
+            f"is a {cls.__name__}, and values are stored whole: save the module that holds it as a "
+            "model (torch.optim.swa_utils.AveragedModel is one), or store its full_tensor() and "
+            "distribute_tensor() it after the load"
+        )
+    return (
+        f"is a {cls.__name__}, a tensor class without __tensor_flatten__: store a plain tensor "
+        "(value.as_subclass(torch.Tensor))"
+    )
 
 
 def _sparse_parts(value: torch.Tensor) -> list[Any]:

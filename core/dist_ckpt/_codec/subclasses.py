@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["TensorParts", "admitted_class", "is_admitted", "is_wrapper", "join", "take_apart"]
+__all__ = [
+    "TensorParts",
+    "admitted_class",
+    "is_admitted",
+    "is_distributed",
+    "is_wrapper",
+    "join",
+    "take_apart",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +53,7 @@ def is_wrapper(value: object) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and type(value) not in {torch.Tensor, torch.nn.Parameter}
-        and not _is_distributed(type(value))
+        and not is_distributed(type(value))
         and not value.is_nested
         and is_traceable_wrapper_subclass(value)
     )
@@ -106,9 +114,10 @@ def _safe_globals() -> list[type]:
         and issubclass(one, torch.Tensor)
         and hasattr(one, "__tensor_flatten__")
         and hasattr(one, "__tensor_unflatten__")
-        and not _is_distributed(one)
+        and not is_distributed(one)
     ]
 
 
-def _is_distributed(cls: type) -> bool:
+def is_distributed(cls: type) -> bool:
+    """Whether this is ``DTensor`` or another tensor class of torch.distributed."""
     return any(one.__module__.startswith("torch.distributed.") for one in cls.__mro__)

@@ -31,22 +31,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt._codec.subclasses import is_wrapper
+from dist_ckpt.derive import optim_form as form
 from dist_ckpt.derive.ddp import current_rank, replicated_layout
 from dist_ckpt.derive.dtensor import dtensor_layout, local_of
 from dist_ckpt.derive.layout import ModelLayout, TensorLayout
 from dist_ckpt.derive.model import model_layout
-from dist_ckpt.derive.optim_form import (
-    EXTRA,
-    KEYS,
-    ORDER,
-    WHOLE,
-    are_replicated,
-    has_data,
-    read_state_dict,
-    state_keys,
-    unstorable,
-    with_marks,
-)
 from dist_ckpt.derive.slots import Slot, optimizer_slots, unwrap_optimizer
 from dist_ckpt.derive.state_spec import StateSpec, find_state_spec, spec_layout
 from dist_ckpt.errors import InvalidShardingError
@@ -61,9 +50,9 @@ __all__ = [
     "extra_object",
     "opaque_key",
     "opaque_object",
-    "scalar_layout",
     "sharded_optimizer_state",
     "state_key",
+    "unsharded_layout",
     "value_object",
     "whole_object",
 ]
@@ -84,7 +73,7 @@ def sharded_optimizer_state(
     Args:
         optimizer: A torch optimizer, or a framework's wrapper around one.
         layouts: Layouts of the models whose parameters it may hold.
-        prefix: Begin of all keys, e.g. ``optimizers.0.``.
+        prefix: Prefix of all keys, e.g. ``optimizers.0.``.
 
     Returns:
         ``{"state": {parameter: {state: ...}}, "param_groups": [{..., "params": [...]}]}``
@@ -97,10 +86,10 @@ def sharded_optimizer_state(
     """
     inner = unwrap_optimizer(optimizer)
     slots = optimizer_slots(inner, layouts)
-    raw = read_state_dict(inner, slots)
+    raw = form.read_state_dict(inner, slots)
     title = f"{type(inner).__name__} ({prefix.rstrip('.')})"
-    is_sharded = not are_replicated(slots, layouts)
-    keys = state_keys(inner, raw)
+    is_sharded = not form.are_replicated(slots, layouts)
+    keys = form.state_keys(inner, raw)
     if keys is None:
         return _whole_tree(raw, slots, title=title, prefix=prefix, is_sharded=is_sharded)
     spec = find_state_spec(inner)
@@ -127,10 +116,10 @@ def sharded_optimizer_state(
         rest["other_state"] = others
     problems += _unstorable_settings(raw["param_groups"], is_sharded=is_sharded)
     for name, value in rest.items():
-        problems += unstorable(value, f"entry {name!r}", is_sharded=is_sharded)
+        problems += form.unstorable(value, f"entry {name!r}", is_sharded=is_sharded)
         # Tensors are read only by who loads the optimizer, and the common part by everybody.
-        tree[name] = extra_object(prefix, name, value) if has_data(value) else value
-    tree |= _odd_keys(slots, keys) | {ORDER: [list(names) for names in orders]}
+        tree[name] = extra_object(prefix, name, value) if form.has_data(value) else value
+    tree |= _odd_keys(slots, keys) | {form.ORDER: [list(names) for names in orders]}
     _raise_all(title, problems)
     return tree
 
@@ -140,14 +129,15 @@ def _unstorable_settings(groups: Sequence[Mapping[str, Any]], *, is_sharded: boo
         for name, value in group.items():
             if name != "params":
                 where = f"param_groups[{index}][{name!r}]"
-                yield from unstorable(value, where, is_sharded=is_sharded)
+                yield from form.unstorable(value, where, is_sharded=is_sharded)
 
 
 def check_optimizer(optimizer: Any, layouts: Sequence[ModelLayout]) -> None:
-    """Raise what a save would, as far as it can be known before the first step.
+    """Raise the error that a save would raise, as far as it is known before the first step.
 
-    Local and cheap: what an optimizer makes at its first step is not there yet. An optimizer whose
-    ``state_dict`` has hooks is asked for it at saves only, as hooks may do anything.
+    Local and cheap. State that an optimizer makes at its first step is not checked. An optimizer
+    whose ``state_dict`` has hooks is not checked at all: hooks may do anything, so they run at
+    saves only.
 
     Args:
         optimizer: A torch optimizer, or a framework's wrapper around one.
@@ -163,10 +153,10 @@ def check_optimizer(optimizer: Any, layouts: Sequence[ModelLayout]) -> None:
 
 
 def check_optimizers(optimizers: Iterable[Any], models: Iterable[nn.Module]) -> None:
-    """Check all optimizers of a job, see ``check_optimizer``; what is wrong is told at once.
+    """Check all optimizers of a job as ``check_optimizer`` does; one error names all offenders.
 
-    A model that cannot be described yet, as lazy modules before their first batch, counts by what
-    its optimizers hold of it.
+    A model that cannot be described yet (lazy modules before their first batch) is represented by
+    the parameters that its optimizers hold.
 
     Raises:
         InvalidShardingError: The state of an optimizer cannot be stored.
@@ -190,30 +180,30 @@ def check_optimizers(optimizers: Iterable[Any], models: Iterable[nn.Module]) -> 
 def _whole_tree(
     raw: Any, slots: Sequence[Slot], *, title: str, prefix: str, is_sharded: bool
 ) -> ShardedStateDict:
-    """Describe a state dict of which nothing is known: as it is."""
+    """Describe a state dict of unknown form: all of it is one object."""
     if is_sharded:
-        found = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
+        entries = sorted(map(str, raw)) if isinstance(raw, Mapping) else type(raw).__name__
         raise InvalidShardingError(
             f"{title}: its state_dict() is not {{'state': {{parameter: {{name: value}}}}, "
-            f"'param_groups': [...]}} with one entry for each parameter (found {found}), so that "
+            f"'param_groups': [...]}} with one entry for each parameter (found {entries}), so that "
             f"it can only be stored as it is, and parameters are sharded.",
             hint="use it under DDP or in a single process, or train with the optimizer that it "
             "wraps.",
         )
-    _raise_all(title, list(unstorable(raw, "its state_dict()")))
-    data = with_marks(raw, list(dict.fromkeys(slot.param for slot in slots)))
+    _raise_all(title, list(form.unstorable(raw, "its state_dict()")))
+    data = form.with_marks(raw, list(dict.fromkeys(slot.param for slot in slots)))
     groups = max((slot.group for slot in slots), default=-1) + 1
     names = [{"params": [s.name for s in slots if s.group == i]} for i in range(groups)]
-    return {"state": {}, "param_groups": names, WHOLE: whole_object(prefix, data)}
+    return {"state": {}, "param_groups": names, form.WHOLE: whole_object(prefix, data)}
 
 
 def _odd_keys(slots: Sequence[Slot], keys: Mapping[int, Any]) -> ShardedStateDict:
     """Return the parameters' keys in ``state`` if they are not the numbers that torch gives."""
     by_name = {slot.name: keys[id(slot.param)] for slot in slots}
-    if all(type(by_name[one.name]) is int and by_name[one.name] == one.index for one in slots):
+    if all(type(by_name[s.name]) is int and by_name[s.name] == s.index for s in slots):
         return {}
     params = {id(slot.param) for slot in slots}
-    return {KEYS: {name: None if id(key) in params else key for name, key in by_name.items()}}
+    return {form.KEYS: {name: None if id(key) in params else key for name, key in by_name.items()}}
 
 
 def _raise_all(title: str, problems: Sequence[str]) -> None:
@@ -229,13 +219,13 @@ def state_key(prefix: str, state: str, parameter: str) -> str:
 
 
 def opaque_key(prefix: str, slot: Slot) -> str:
-    """Return the key of this rank's opaque state, which tells the topology too."""
+    """Return the key of this rank's opaque state; the topology is a part of it."""
     rank, world_size = current_rank()
     return f"{prefix}opaque.{slot.name}@{slot.layout.topology} of {world_size}@{rank}"
 
 
 def opaque_object(prefix: str, slot: Slot, data: Any) -> ShardedObject:
-    """Return the object that holds this rank's opaque state; nobody else has the same key."""
+    """Return the object that holds this rank's opaque state; no other rank has the same key."""
     return ShardedObject(opaque_key(prefix, slot), data, (1,), (0,), replica_id=0)
 
 
@@ -247,23 +237,23 @@ def value_object(key: str, slot: Slot, data: Any) -> ShardedObject:
 
 
 def whole_object(prefix: str, data: Any) -> ShardedObject:
-    """Return the object that holds a state dict as it is."""
+    """Return the object that holds a whole state dict of unknown form."""
     return _object_of_all(f"{prefix}whole", data)
 
 
 def extra_object(prefix: str, name: str, data: Any) -> ShardedObject:
     """Return the object that holds a further entry of a state dict."""
-    return _object_of_all(f"{prefix}{EXTRA}.{name}", data)
+    return _object_of_all(f"{prefix}{form.EXTRA}.{name}", data)
 
 
 def _object_of_all(key: str, data: Any) -> ShardedObject:
     return ShardedObject(key, data, (1,), (0,), replica_id=current_rank()[0])
 
 
-def scalar_layout(slot: Slot) -> TensorLayout:
-    """Return the layout of a tensor without axes that belongs to the slot's parameter."""
+def unsharded_layout(slot: Slot, shape: tuple[int, ...]) -> TensorLayout:
+    """Return the layout of a tensor of the slot's parameter that every rank holds entirely."""
     writer = slot.layout.writer if slot.layout.is_replicated else "first"
-    return replicated_layout((), writer="first" if writer == "main" else writer)
+    return replicated_layout(shape, writer="first" if writer == "main" else writer)
 
 
 def _describe_slot(
@@ -277,20 +267,20 @@ def _describe_slot(
         key = state_key(prefix, name, slot.name)
         where = f"state {name!r} of parameter {slot.name!r}"
         if isinstance(value, torch.Tensor) and not _is_value(value):
-            found = _layout_of_state(slot, name, value, spec=spec)
-            if found is None:
+            placed = _layout_of_state(slot, name, value, spec=spec)
+            if placed is None:
                 opaque[name] = local_of(value)
             else:
-                layout, local = found
+                layout, local = placed
                 tree[name] = layout.shard(key, local)
             continue
         inside = _local_wrapper(slot, value) if isinstance(value, DTensor) else value
-        problems += unstorable(inside, where)
+        problems += form.unstorable(inside, where)
         if inside is None and isinstance(value, DTensor):
             problems.append(f"{where} is a {type(value).__name__} placed unlike the parameter")
-        elif not is_replicated and has_data(inside, least=0):
+        elif not is_replicated and form.has_data(inside, least=0):
             opaque[name] = inside if inside is value else (LIKE_PARAMETER, inside)
-        elif is_replicated and not has_data(value):
+        elif is_replicated and not form.has_data(value):
             tree[name] = value
         else:
             tree[name] = value_object(key, slot, value)
@@ -341,9 +331,8 @@ def _layout_of_state(
     if value.ndim and tuple(value.shape) == slot.state_shape:
         return layout, slot.cut(local)
     if not value.ndim:
-        return scalar_layout(slot), local
+        return unsharded_layout(slot, ()), local
     if layout.is_replicated:
-        writer = "first" if layout.writer == "main" else layout.writer
-        return replicated_layout(tuple(value.shape), writer=writer), local
+        return unsharded_layout(slot, tuple(value.shape)), local
     declared = spec_layout(spec, name=name, shape=tuple(value.shape), layout=layout)
     return None if declared is None else (declared, local)

@@ -5,9 +5,8 @@ be stored. Not here: how states are described (``derive.optim``) or loaded (``de
 Local, on every rank.
 
 ``torch.optim.Optimizer.state_dict`` returns ``{"state": {number: {...}}, "param_groups": [...]}``.
-Subclasses and hooks add entries, name the parameters in other ways, or return something else; of
-that which is of no such form nothing is known but that the optimizer's ``load_state_dict`` takes
-it.
+Subclasses and hooks add entries, use other keys for parameters, or return something else. Of a
+state dict of another form only this is known: the optimizer's own ``load_state_dict`` accepts it.
 """
 
 from __future__ import annotations
@@ -63,10 +62,10 @@ def read_state_dict(optimizer: Any, slots: Sequence[Slot]) -> Any:
     except KeyError as error:
         held = {id(slot.param) for slot in slots}
         state = getattr(optimizer, "state", {})
-        strays = [one for one in state if isinstance(one, torch.Tensor) and id(one) not in held]
+        strays = [key for key in state if isinstance(key, torch.Tensor) and id(key) not in held]
         if not strays:
             raise
-        shapes = ", ".join(str(tuple(one.shape)) for one in strays)
+        shapes = ", ".join(str(tuple(stray.shape)) for stray in strays)
         raise InvalidShardingError(
             f"{type(optimizer).__name__}.state has state of {len(strays)} tensor(s) that are in "
             f"none of its parameter groups, of shape {shapes}: its state_dict() fails.",
@@ -82,7 +81,7 @@ def state_keys(optimizer: Any, raw: Any) -> dict[int, Hashable] | None:
     if keys is None or not all(map(is_own_entry, raw)):
         return None
     states = [raw["state"].get(key, {}) for key in keys.values()]
-    if not all(isinstance(one, Mapping) and all(type(n) is str for n in one) for one in states):
+    if not all(isinstance(s, Mapping) and all(type(name) is str for name in s) for s in states):
         return None
     return keys
 
@@ -97,7 +96,7 @@ def _keys_of_groups(groups: Any, live: Any) -> dict[int, Hashable] | None:
             return None
         if not all(isinstance(key, Hashable) for key in named):
             return None
-        keys.update((id(one), key) for one, key in zip(own["params"], named, strict=True))
+        keys.update((id(param), key) for param, key in zip(own["params"], named, strict=True))
     return keys if len(set(keys.values())) == len(keys) else None
 
 
@@ -107,14 +106,14 @@ def is_own_entry(name: object) -> bool:
 
 
 def are_replicated(slots: Sequence[Slot], layouts: Sequence[ModelLayout]) -> bool:
-    """Whether every rank holds all that the optimizer works on, as plain tensors.
+    """Whether every rank holds all parameters of the optimizer, as plain tensors.
 
-    Of an optimizer without parameter groups nothing is known but the models.
+    An optimizer without parameter groups may hold any parameter of the models.
     """
     if not slots:
-        tensors = [one for layout in layouts for one in layout.tensors.values()]
+        items = [item for layout in layouts for item in layout.tensors.values()]
         return all(
-            one.layout.is_replicated and not isinstance(one.owner, DTensor) for one in tensors
+            item.layout.is_replicated and not isinstance(item.owner, DTensor) for item in items
         )
     return all(
         slot.layout.is_replicated and slot.piece is None and not isinstance(slot.param, DTensor)
@@ -123,23 +122,26 @@ def are_replicated(slots: Sequence[Slot], layouts: Sequence[ModelLayout]) -> boo
 
 
 def has_data(value: Any, *, least: int = 2) -> bool:
-    """Whether there are tensors of that many elements in a value; by default more than numbers."""
-    return any(one.numel() >= least for _, one in _tensors(value, ()))
+    """Whether a value has a tensor of at least ``least`` elements in it."""
+    return any(tensor.numel() >= least for _, tensor in _tensors(value, ()))
 
 
 def unstorable(value: Any, where: str, *, is_sharded: bool = False) -> Iterator[str]:
-    """Yield, for each tensor in a value that cannot be stored as a part of it, the reason.
+    """Yield the reason for each tensor in a value that cannot be stored as a part of it.
 
     Args:
-        value: Any nesting.
-        where: What it is, for the texts.
-        is_sharded: The value belongs to no parameter while parameters are sharded: then nobody
-            knows what another rank has in a tensor.
+        value: Any nesting of containers.
+        where: Name of the value, for the texts.
+        is_sharded: Whether the value belongs to no parameter while parameters are sharded: a tensor
+            in it may then differ between the ranks.
     """
     for path, tensor in _tensors(value, ()):
         name = f"{where}{''.join(f'[{step!r}]' for step in path)}"
         if isinstance(tensor, DTensor):
-            yield f"{name} is a DTensor inside of a value, of which no load makes a DTensor again"
+            yield (
+                f"{name} is a DTensor inside a container, which a load cannot rebuild (store "
+                f"full_tensor(), or to_local() if the ranks stay the same)"
+            )
         elif tensor.device.type == "meta":
             yield f"{name} is on the meta device, without data"
         elif is_wrapper(tensor) and not is_admitted(type(tensor)):
@@ -151,19 +153,19 @@ def unstorable(value: Any, where: str, *, is_sharded: bool = False) -> Iterator[
         elif is_sharded and tensor.numel() > 1:
             yield (
                 f"{name} has shape {tuple(tensor.shape)} and belongs to no parameter, while "
-                f"parameters are sharded: nobody knows whether it is the same on all ranks"
+                f"parameters are sharded: it may differ between the ranks"
             )
 
 
 def with_marks(value: Any, params: Sequence[torch.Tensor]) -> Any:
-    """Return a state dict in which marks stand for parameters that are keys.
+    """Return a state dict in which marks replace parameters that are keys.
 
-    A key that is a parameter would come back as another tensor, which is equal to no key at all.
+    A stored parameter is loaded as a new tensor, which is not the key that the optimizer expects.
 
     Raises:
         InvalidShardingError: A key is a tensor that is no parameter of the optimizer.
     """
-    numbers = {id(one): (_PARAMETER, number) for number, one in enumerate(params)}
+    numbers = {id(param): (_PARAMETER, number) for number, param in enumerate(params)}
 
     def marked(key: Any) -> Any:
         if isinstance(key, torch.Tensor) and id(key) not in numbers:
@@ -177,17 +179,21 @@ def with_marks(value: Any, params: Sequence[torch.Tensor]) -> Any:
 
 
 def with_parameters(value: Any, params: Sequence[torch.Tensor]) -> Any:
-    """Return a state dict with parameters in the place of their marks.
+    """Return a state dict with the parameters that its marks refer to.
 
     Raises:
-        MismatchError: There are fewer parameters than the marks tell.
+        MismatchError: The optimizer has fewer parameters than at saving.
     """
 
     def parameter(key: Any) -> Any:
         if type(key) is not tuple or len(key) != 2 or key[0] != _PARAMETER:  # noqa: PLR2004 - a mark
             return key
         if type(key[1]) is not int or not 0 <= key[1] < len(params):
-            raise MismatchError(f"the optimizer has no parameter number {key[1]!r}.")
+            raise MismatchError(
+                f"the optimizer's stored state has parameter number {key[1]!r}, the optimizer has "
+                f"{len(params)} parameters.",
+                hint="give the optimizer the same parameters, in the same order, as at saving.",
+            )
         return params[key[1]]
 
     return _with_keys(value, parameter)
@@ -196,7 +202,7 @@ def with_parameters(value: Any, params: Sequence[torch.Tensor]) -> Any:
 def _with_keys(value: Any, change: Any) -> Any:
     """Return the value with keys of dicts changed, at any depth of dicts, lists and tuples."""
     if isinstance(value, dict):
-        items = [(change(key), _with_keys(one, change)) for key, one in value.items()]
+        items = [(change(key), _with_keys(inner, change)) for key, inner in value.items()]
         if all(a is b and c is d for (a, c), (b, d) in zip(items, value.items(), strict=True)):
             return value
         changed = copy.copy(value)
@@ -204,9 +210,9 @@ def _with_keys(value: Any, change: Any) -> Any:
         changed.update(items)
         return changed
     if type(value) in {list, tuple}:
-        inner = [_with_keys(one, change) for one in value]
-        same = all(a is b for a, b in zip(inner, value, strict=True))
-        return value if same else type(value)(inner)
+        changed_items = [_with_keys(inner, change) for inner in value]
+        is_same = all(a is b for a, b in zip(changed_items, value, strict=True))
+        return value if is_same else type(value)(changed_items)
     return value
 
 
@@ -214,8 +220,8 @@ def _tensors(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...
     if isinstance(value, torch.Tensor):
         yield path, value
         if is_wrapper(value):
-            for name, one in take_apart(value).tensors.items():
-                yield from _tensors(one, (*path, name)) if is_wrapper(one) else ()
+            for name, inner in take_apart(value).tensors.items():
+                yield from _tensors(inner, (*path, name)) if is_wrapper(inner) else ()
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _tensors(item, (*path, key))

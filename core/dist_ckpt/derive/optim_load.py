@@ -1,4 +1,4 @@
-"""Loading optimizer state: what to ask of a checkpoint, and giving the answer to the optimizer.
+"""Loading optimizer state: the request for a checkpoint, and passing the result to the optimizer.
 
 Here: ``optimizer_template`` (from what the checkpoint has, never from a dummy step) and
 ``load_optimizer_state``. Not here: what is stored (``derive.optim``), reading. Called by the
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt._codec.subclasses import is_wrapper
-from dist_ckpt.derive.ddp import replicated_layout
+from dist_ckpt.derive import optim_form as form
 from dist_ckpt.derive.dtensor import local_of, wrap_like
 from dist_ckpt.derive.layout import ModelLayout, TensorLayout
 from dist_ckpt.derive.optim import (
@@ -24,20 +24,10 @@ from dist_ckpt.derive.optim import (
     extra_object,
     opaque_key,
     opaque_object,
-    scalar_layout,
     state_key,
+    unsharded_layout,
     value_object,
     whole_object,
-)
-from dist_ckpt.derive.optim_form import (
-    EXTRA,
-    KEYS,
-    ORDER,
-    WHOLE,
-    are_replicated,
-    has_data,
-    is_own_entry,
-    with_parameters,
 )
 from dist_ckpt.derive.slots import Slot, optimizer_slots, unwrap_optimizer
 from dist_ckpt.derive.state_spec import StateSpec, find_state_spec, spec_layout
@@ -58,12 +48,12 @@ def optimizer_template(
     metadata: Stored,
     saved: StateDict,
 ) -> ShardedStateDict:
-    """Describe what this rank wants of a stored optimizer state.
+    """Describe what this rank reads of a stored optimizer state.
 
     Args:
         optimizer: The optimizer to load into, with or without state of its own.
         layouts: Layouts of the models whose parameters it may hold.
-        prefix: Begin of all keys, as at saving.
+        prefix: Prefix of all keys, as at saving.
         metadata: What the checkpoint has, from ``load_sharded_metadata``.
         saved: The optimizer's tree in the checkpoint's common part: its plain leaves.
 
@@ -75,7 +65,7 @@ def optimizer_template(
         MismatchError: Stored state that this rank cannot take; all offenders are named.
     """
     inner = unwrap_optimizer(optimizer)
-    # Objects may be listed under a key that tells their place too; only the plain key counts here.
+    # Objects may be listed under a key with their position; only the plain key counts here.
     stored = {item.key: item for item in metadata.values() if item.key.startswith(prefix)}
     request = _Request(prefix=prefix, spec=find_state_spec(inner), stored=stored)
     by_parameter = _stored_states(stored, prefix)
@@ -83,7 +73,7 @@ def optimizer_template(
     tree: ShardedStateDict = {key: value for key, value in saved.items() if key != "state"}
     tree["state"] = {}
     slots = optimizer_slots(inner, layouts)
-    tree |= request.of_all(inner, is_replicated=are_replicated(slots, layouts))
+    tree |= request.of_all(inner, is_replicated=form.are_replicated(slots, layouts))
     for slot in slots:
         if _has_no_state(slot) or request.is_other_parameter(
             slot, metadata.get(f"models.{slot.name}")
@@ -104,7 +94,7 @@ def optimizer_template(
 
 
 def load_optimizer_state(optimizer: Any, layouts: Sequence[ModelLayout], loaded: StateDict) -> None:
-    """Give loaded state to an optimizer, through its own ``load_state_dict`` and its hooks.
+    """Load state into an optimizer, through its own ``load_state_dict`` and its hooks.
 
     Parameters are matched by name. The state keeps the dtypes it was stored with.
 
@@ -118,22 +108,25 @@ def load_optimizer_state(optimizer: Any, layouts: Sequence[ModelLayout], loaded:
     """
     inner = unwrap_optimizer(optimizer)
     slots = optimizer_slots(inner, layouts)
-    extra = {name: one for name, one in loaded.items() if is_own_entry(name)}
-    extra = {name: one for name, one in extra.items() if name not in {"state", "param_groups"}}
+    extra = {
+        name: value
+        for name, value in loaded.items()
+        if form.is_own_entry(name) and name not in {"state", "param_groups"}
+    }
     others = loaded.get("other_state", {})
-    if WHOLE in loaded or any(map(has_data, (*extra.values(), others))):
+    if form.WHOLE in loaded or any(map(form.has_data, (*extra.values(), others))):
         # Their own entries have parameters by number.
         _check_order(slots, loaded.get("param_groups", []))
-    if WHOLE in loaded:
+    if form.WHOLE in loaded:
         params = list(dict.fromkeys(slot.param for slot in slots))
-        inner.load_state_dict(with_parameters(loaded[WHOLE], params))
+        inner.load_state_dict(form.with_parameters(loaded[form.WHOLE], params))
         return
-    keys = _keys(slots, loaded.get(KEYS, {}))
+    keys = _keys(slots, loaded.get(form.KEYS, {}))
     groups = _match_groups(slots, inner.param_groups, loaded.get("param_groups", []), keys)
     spec = find_state_spec(inner)
     state: dict[Any, Any] = {}
     problems: list[str] = []
-    orders = {frozenset(names): names for names in loaded.get(ORDER, ())}
+    orders = {frozenset(names): names for names in loaded.get(form.ORDER, ())}
     for members in _by_index(slots):
         for slot in members:
             _check_values(slot, loaded.get("state", {}), problems, spec=spec)
@@ -214,12 +207,12 @@ def _check_order(slots: Sequence[Slot], saved: Sequence[Mapping[str, Any]]) -> N
 def _check_values(
     slot: Slot, loaded: StateDict, problems: list[str], *, spec: StateSpec | None
 ) -> None:
-    """Note tensors within values of a parameter that was not sharded, and now is."""
+    """Add a problem for each value with tensors of a parameter that is sharded only now."""
     if slot.layout.is_replicated and not isinstance(slot.param, DTensor):
         return
     for name, value in loaded.get(slot.name, {}).items():
         is_tensor = isinstance(value, torch.Tensor) and not is_wrapper(value)
-        if name == OPAQUE or is_tensor or not has_data(value):
+        if name == OPAQUE or is_tensor or not form.has_data(value):
             continue
         if not isinstance(value, list) or _parts_of(slot, name, value, spec=spec) is None:
             problems.append(
@@ -266,13 +259,13 @@ class _Request:
         tree: ShardedStateDict = {}
         whole = whole_object(self.prefix, None)
         if whole.key in self.stored:
-            tree[WHOLE] = whole
+            tree[form.WHOLE] = whole
             if not is_replicated:
                 self.problems.append(
                     f"the state dict of a {type(optimizer).__name__} is stored as it is, and "
                     f"parameters are sharded here (load it under DDP or in a single process)"
                 )
-        start = f"{self.prefix}{EXTRA}."
+        start = f"{self.prefix}{form.EXTRA}."
         names = [key.removeprefix(start) for key in self.stored if key.startswith(start)]
         return tree | {name: extra_object(self.prefix, name, None) for name in names}
 
@@ -280,10 +273,10 @@ class _Request:
         """Return the leaves for the stored states of a parameter."""
         states = {name: self.state(slot, name, own.get(name)) for name in names}
         states[OPAQUE] = self.opaque(slot)
-        return {name: asked for name, asked in states.items() if asked is not None}
+        return {name: leaf for name, leaf in states.items() if leaf is not None}
 
     def is_other_parameter(self, slot: Slot, stored: object) -> bool:
-        """Whether the checkpoint's parameter of this name has another shape: then note it."""
+        """Whether the stored parameter of this name has another shape; adds a problem then."""
         shape = getattr(stored, "global_shape", slot.layout.global_shape)
         if tuple(shape) == slot.layout.global_shape:
             return False
@@ -323,11 +316,8 @@ class _Request:
     def _layout(self, slot: Slot, name: str, shape: tuple[int, ...]) -> TensorLayout | None:
         if shape == slot.layout.global_shape and shape:
             return slot.layout
-        if not shape:
-            return scalar_layout(slot)
-        if slot.layout.is_replicated:
-            writer = "first" if slot.layout.writer == "main" else slot.layout.writer
-            return replicated_layout(shape, writer=writer)
+        if not shape or slot.layout.is_replicated:
+            return unsharded_layout(slot, shape)
         layout = spec_layout(self.spec, name=name, shape=shape, layout=slot.layout)
         if layout is None or layout.global_shape != shape:
             self.problems.append(
@@ -365,13 +355,13 @@ def _has_no_state(slot: Slot) -> bool:
 def _stored_states(stored: Stored, prefix: str) -> dict[str, list[str]]:
     """Return parameter name to the names of its stored states."""
     start = f"{prefix}state."
-    found: dict[str, list[str]] = {}
+    states: dict[str, list[str]] = {}
     for key in stored:
         if key.startswith(start):
             state, _, parameter = key.removeprefix(start).partition(".")
             name = state.replace("%2E", ".").replace("%25", "%")
-            found.setdefault(parameter, []).append(name)
-    return found
+            states.setdefault(parameter, []).append(name)
+    return states
 
 
 def _by_index(slots: Sequence[Slot]) -> Iterator[list[Slot]]:
