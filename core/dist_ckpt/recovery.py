@@ -13,7 +13,6 @@ import functools
 import logging
 import os
 import re
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ from dist_ckpt.errors import ConfigError, UnknownStrategyError
 from dist_ckpt.events import Event, SetAside, Skipped, emit_to
 from dist_ckpt.options import LoadOptions, checked_path, path_to_tell
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.local import create_by_rename
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -266,7 +265,9 @@ def restore_dcp_metadata(path: PathLike) -> Path:
         return target
     if PACKED_INDEX_FILE not in contents.files:
         raise ConfigError(
-            f"{contents.directory}: no {PACKED_INDEX_FILE}, of which {METADATA_FILE} is made."
+            f"{contents.directory}: no {PACKED_INDEX_FILE}, of which {METADATA_FILE} is made.",
+            hint="only torch_dist checkpoints that dist-ckpt saved have one; copy it again from "
+            "the original, hidden files included.",
         )
     store = VerifiedStore(open_store(contents.directory), contents.files, contents.directory)
     index = store.read(PACKED_INDEX_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
@@ -277,12 +278,8 @@ def restore_dcp_metadata(path: PathLike) -> Path:
             f"{contents.directory}: the save wrote another {METADATA_FILE} than this one.",
             hint="call this with the release of dist-ckpt that saved it.",
         )
-    # By a rename: after a crash no half of it may stand under the name that the manifest has.
-    aside = f"{METADATA_FILE}.{uuid.uuid4().hex[:12]}"
-    store.create(aside, data)
-    with storage_errors("write", target):
-        (contents.directory / aside).replace(target)
-        fsync_directory(contents.directory)
+    # By a rename: after a crash no part of it may have the name that the manifest lists.
+    create_by_rename(store, contents.directory, METADATA_FILE, data)
     return target
 
 

@@ -1,23 +1,21 @@
 """Whether the pages of a save stay in the page cache after they are on disk.
 
-Here: the policy (``should_keep``), and what one process of a save does by it (``PagePolicy``). Not
+Here: the policy (``should_keep``), and applying it in one process of a save (``PagePolicy``). Not
 here: the system calls (``storage``), how much memory there is (``available``). Local; no torch: the
 process that writes in the background uses it too. See docs/decisions/0037-page-cache.md.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from dist_ckpt._engine.available import available_nbytes
-from dist_ckpt.storage.local import LARGE_NBYTES, drop_pages
+from dist_ckpt.storage.local import LARGE_NBYTES, drop_pages_of
 
 if TYPE_CHECKING:
     from dist_ckpt.options import PageCache
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PagePolicy", "num_writers_by_rank", "should_keep"]
 
 KEPT_SHARE: Final = 4
-"""By ``auto`` a checkpoint stays if it takes at most one part in so many of what is available."""
+"""``auto`` keeps a checkpoint that takes at most ``1 / KEPT_SHARE`` of the available memory."""
 
 
 def should_keep(
@@ -36,7 +34,7 @@ def should_keep(
     Args:
         choice: ``SaveOptions.page_cache``.
         nbytes: Bytes that this rank writes.
-        available: Bytes of memory that a process of this host can still get; None if unknown.
+        available: Bytes of memory that a process of this host can still allocate; None if unknown.
         num_writers: Ranks of this host that write: they share the memory.
     """
     if choice != "auto":
@@ -52,12 +50,12 @@ def num_writers_by_rank(hosts: Sequence[str], work: Sequence[object]) -> list[in
 
 @dataclass(frozen=True, slots=True)
 class PagePolicy:
-    """What becomes of the pages of one save; picklable.
+    """What happens to the pages of one save; picklable.
 
     Attributes:
         choice: ``SaveOptions.page_cache``.
         num_writers: Ranks of this rank's host that write.
-        target: Where the checkpoint is once it is committed; None if nobody knows.
+        target: Where the checkpoint is once it is committed; None if unknown.
     """
 
     choice: PageCache = "auto"
@@ -65,11 +63,10 @@ class PagePolicy:
     target: Path | None = None
 
     def begin(self, files: Sequence[tuple[str, int]]) -> bool:
-        """Return whether the pages of these files stay; drop those of the save before.
+        """Return whether the pages of these files stay; drop the pages of the previous save.
 
-        One checkpoint of a process stays, the newest. The one before is dropped now and not when
-        the new one is committed: its pages are the ones that the new one takes, and two
-        checkpoints are never held at a time.
+        Only the newest checkpoint of a process stays. The previous one is dropped now and not when
+        the new one is committed: the new one reuses its pages, and the page cache never holds both.
 
         Args:
             files: Name and size of each file that is about to be written by this process.
@@ -82,7 +79,7 @@ class PagePolicy:
         superseded: list[Path] = []
         if self.choice == "auto" and keeps and self.target is not None:
             superseded = [self.target / name for name, size in files if size >= LARGE_NBYTES]
-        _drop_all(_newest.replace_by(superseded))
+        drop_pages_of(_newest.replace_by(superseded))
         return keeps
 
 
@@ -100,14 +97,3 @@ class _Newest:
 
 
 _newest: Final = _Newest()
-
-
-def _drop_all(paths: Iterable[Path]) -> None:
-    """Drop the pages of files; those that were removed or renamed since have none of ours."""
-    for path in paths:
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                drop_pages(descriptor)
-            finally:
-                os.close(descriptor)

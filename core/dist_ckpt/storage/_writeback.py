@@ -1,8 +1,8 @@
 """Early writeback of a file that is being written, and dropping its pages once they are on disk.
 
-Here: ``Writeback``, which a writer tells what it has written, and ``drop_pages``. Not here: writing
-(``local``), whether pages are dropped (``_engine.page_cache``). Any thread, one at a time for each
-file; no torch.
+Here: ``Writeback``, which a writer calls for each run of bytes, and ``drop_pages``. Not here:
+writing (``local``), whether pages are dropped (``_engine.page_cache``). Any thread, one at a time
+for each file; no torch.
 
 The disk starts with the first run of bytes, so that fsync finds little left to do, and the number
 of dirty pages is bounded. If pages are dropped, a file takes no more than a window of the page
@@ -82,9 +82,9 @@ class Writeback:
 
 
 def drop_pages(descriptor: int, start: int = 0, stop: int = 0) -> None:
-    """Drop what the page cache has of these bytes, up to the end if ``stop`` is 0; a hint.
+    """Ask the kernel to drop the pages of these bytes, up to the end of the file if ``stop`` is 0.
 
-    What is not on disk yet stays.
+    Pages that are not on disk yet stay.
     """
     with contextlib.suppress(OSError, AttributeError):  # not all systems have it
         os.posix_fadvise(descriptor, start, max(stop - start, 0), os.POSIX_FADV_DONTNEED)

@@ -15,6 +15,7 @@ import errno
 import os
 import stat
 import threading
+import uuid
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from dist_ckpt.storage.base import Extent
+    from dist_ckpt.storage.base import Extent, Store
 
 __all__ = [
     "LARGE_NBYTES",
     "LocalStore",
-    "drop_pages",
+    "create_by_rename",
+    "drop_pages_of",
     "fsync_directory",
     "hint_of_errno",
     "is_directory",
@@ -267,6 +269,33 @@ class LocalWriter:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def create_by_rename(store: Store, directory: Path, name: str, data: bytes) -> None:
+    """Create or replace the small file ``name`` durably; a crash leaves no part of it there.
+
+    Args:
+        store: The files below ``directory``.
+        directory: Where the file is.
+        name: Its name.
+        data: All of its bytes.
+    """
+    aside = f"{name}.{uuid.uuid4().hex[:12]}"
+    store.create(aside, data)
+    with storage_errors("write", directory / name):
+        (directory / aside).replace(directory / name)
+        fsync_directory(directory)
+
+
+def drop_pages_of(paths: Iterable[Path]) -> None:
+    """Drop the pages of files; files that were removed or renamed since are skipped."""
+    for path in paths:
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                drop_pages(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def _irregular(path: Path | str) -> CorruptedCheckpointError:
