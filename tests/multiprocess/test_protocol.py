@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,24 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from dist_ckpt import load_model_and_optimizer, save_model_and_optimizer
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
+from tests._modules import Versioned
 from tests.multiprocess._world import run_ranks
 
 
-class Scaled(nn.Module):
-    """Before version 2 its scale was stored halved."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.arange(5.0))
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
-    ) -> None:
-        if local_metadata.get("version", 1) < 2:
-            state_dict[f"{prefix}scale"] = state_dict[f"{prefix}scale"] * 2
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+def scaled() -> Versioned:
+    return Versioned(torch.arange(5.0))
 
 
 class Counting(nn.Module):
@@ -88,7 +77,7 @@ class Net(nn.Module):
         self.z = nn.Linear(4, 3)
         self.norm = nn.BatchNorm1d(3)
         self.counting = Counting()
-        self.scaled = Scaled()
+        self.scaled = scaled()
         if halving:
             self.halving = Halving()
         self.a = nn.Linear(5, 4)
@@ -256,20 +245,23 @@ class Remembering(nn.Module):
         pass
 
 
-def refuse_part(rank: int, world_size: int, root: str) -> str:
-    model = Fsdp1(Remembering(), device_id=torch.device("cpu"), use_orig_params=True)
-    try:
-        save_model_and_optimizer(f"{root}/c", model)
-    except InvalidShardingError as error:
-        return str(error)
-    return ""
+def refuse_part(rank: int, world_size: int, root: str) -> tuple[str, str]:
+    remembering = Fsdp1(Remembering(), device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(InvalidShardingError) as of_module:
+        save_model_and_optimizer(f"{root}/c", remembering)
+    average = {"ema": [parameter.detach() for parameter in fsdp2(Net()).parameters()]}
+    with pytest.raises(InvalidShardingError) as of_value:
+        save_model_and_optimizer(f"{root}/c", nn.Linear(1, 1), common=average)
+    return str(of_module.value), str(of_value.value)
 
 
-def test_a_part_of_a_parameter_in_extra_state_is_refused(tmp_path: Path) -> None:
-    """What is in memory that FSDP1 has cut would be one rank's part, stored as the whole."""
-    for message in run_ranks(refuse_part, 2, str(tmp_path)):
-        assert "'_extra_state'" in message
-        assert "'(root)'" in message
+def test_a_part_of_a_parameter_among_values_is_refused(tmp_path: Path) -> None:
+    """One rank's part would be stored as the whole; a DTensor says so, with a hint."""
+    for of_module, of_value in run_ranks(refuse_part, 2, str(tmp_path)):
+        assert "'_extra_state'" in of_module
+        assert "'(root)'" in of_module
+        assert "common.ema[0]: is a DTensor" in of_value
+        assert "AveragedModel" in of_value
 
 
 def edit_weights(module: nn.Module, entries: Any, prefix: str, _: Any) -> None:
@@ -315,7 +307,7 @@ class Seen(nn.Module):
 
 def pipeline(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """Each rank has a stage of its own, under names of the whole model."""
-    stage = nn.ModuleDict({str(rank): nn.ModuleDict({"s": Scaled(), "c": Counting()})})
+    stage = nn.ModuleDict({str(rank): nn.ModuleDict({"s": scaled(), "c": Counting()})})
     stage[str(rank)]["c"].extra = 10 + rank
     stage[str(rank)]["s"].scale.data.fill_(rank)
     seen = nn.ModuleDict({str(rank): Seen()})
@@ -325,10 +317,10 @@ def pipeline(rank: int, world_size: int, root: str) -> dict[str, Any]:
     seen[str(rank)].extra = 0
     CheckpointView.open(f"{root}/c").load_model(1, seen)
 
-    other = nn.ModuleDict({str(rank): nn.ModuleDict({"s": Scaled(), "c": Counting()})})
+    other = nn.ModuleDict({str(rank): nn.ModuleDict({"s": scaled(), "c": Counting()})})
     CheckpointView.open(f"{root}/c").load_model(0, other)
     whole = nn.ModuleDict(
-        {str(i): nn.ModuleDict({"s": Scaled(), "c": Counting()}) for i in range(world_size)}
+        {str(i): nn.ModuleDict({"s": scaled(), "c": Counting()}) for i in range(world_size)}
     )
     CheckpointView.open(f"{root}/c").load_model(0, whole)
     return {

@@ -19,23 +19,7 @@ from dist_ckpt.derive.model import without_wrappers
 from dist_ckpt.errors import InvalidShardingError, MismatchError
 from dist_ckpt.options import LoadOptions
 from dist_ckpt.training_state import CheckpointView
-
-
-class Versioned(nn.Module):
-    """Of version 2, in which the scale is stored as it is; before, it was stored halved."""
-
-    _version = 2
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(3))
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
-    ) -> None:
-        if local_metadata.get("version", 1) < 2:
-            state_dict[f"{prefix}scale"] = state_dict[f"{prefix}scale"] * 2
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+from tests._modules import Versioned
 
 
 class Packing(nn.Module):
@@ -402,17 +386,22 @@ class Prefixed(nn.Module):
         super().load_state_dict({k[len("model.") :]: v for k, v in state_dict.items()}, **kwargs)
 
 
-@pytest.mark.parametrize("make", [Forgiving, Prefixed])
-def test_a_load_of_the_models_own_decides(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
-    """A model that overrides ``load_state_dict`` gets its names, and judges them itself."""
+def check_round_trip(root: Path, make: Callable[[], nn.Module]) -> None:
+    """Save a model, load it into another one, and compare that with the first and with stock."""
     model, ours, theirs = make(), make(), make()
-    save_model_and_optimizer(tmp_path / "c", model)
+    save_model_and_optimizer(root / "c", model)
 
-    load_model_and_optimizer(tmp_path / "c", ours)
+    load_model_and_optimizer(root / "c", ours)
 
     stock(model, theirs)
     assert same(ours, theirs)
     assert same(ours, model)
+
+
+@pytest.mark.parametrize("make", [Forgiving, Prefixed])
+def test_a_load_of_the_models_own_decides(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    """A model that overrides ``load_state_dict`` gets its names, and judges them itself."""
+    check_round_trip(tmp_path, make)
 
 
 @pytest.mark.parametrize("name", ["_orig_mod", "_fsdp_wrapped_module"])
@@ -422,14 +411,7 @@ def test_a_child_named_as_wrappers_name_theirs(tmp_path: Path, name: str) -> Non
     def make() -> nn.Module:
         return nn.ModuleDict({name: Versioned(), "other": Packing(), "plain": nn.Linear(1, 1)})
 
-    model, ours, theirs = make(), make(), make()
-    save_model_and_optimizer(tmp_path / "c", model)
-
-    load_model_and_optimizer(tmp_path / "c", ours)
-
-    stock(model, theirs)
-    assert same(ours, theirs)
-    assert same(ours, model)
+    check_round_trip(tmp_path, make)
 
 
 class Numbered(nn.Module):

@@ -27,7 +27,7 @@ from dist_ckpt import load_model_and_optimizer, save_model_and_optimizer
 from dist_ckpt.options import LoadOptions, SaveOptions
 from lightning_dist_ckpt import DistCkptIO as LightningIO
 from tests.accelerate._jobs import new_accelerator, reset
-from tests.lightning._training import strategy_of
+from tests.lightning._training import make_trainer
 from tests.zoo import _loaders, _strategies
 from tests.zoo._pictures import state_picture
 from tests.zoo._workloads import WORKLOADS, Workload
@@ -199,16 +199,10 @@ def lightning(
     """Trainer.save_checkpoint and fit(ckpt_path=...), with our plugin and without."""
 
     def trainer(steps: int) -> L.Trainer:
-        return L.Trainer(
-            accelerator="cpu",
-            devices=1 if layout == "single" else 2,
-            strategy=strategy_of(layout),
+        return make_trainer(
+            layout,
+            root,
             plugins=[LightningIO(timeout_secs=TIMEOUT_SECS)] if how == "ours" else None,
-            default_root_dir=root,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
             max_steps=steps,
         )
 

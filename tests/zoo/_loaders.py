@@ -22,7 +22,7 @@ from accelerate_dist_ckpt import DistCkptIO as AccelerateIO
 from dist_ckpt.training_state import CheckpointView, TrainingState, save_training_state
 from lightning_dist_ckpt import DistCkptIO as LightningIO
 from tests.accelerate._jobs import new_accelerator, reset
-from tests.lightning._training import strategy_of
+from tests.lightning._training import make_trainer
 
 SAMPLES = 24
 SAVED_AT = 3  # batches of an epoch
@@ -88,15 +88,12 @@ def lightning(layout: str, rank: int, root: Path, *, how: str) -> dict[str, Any]
         saves = ModelCheckpoint(
             root / how, filename="{step}", every_n_train_steps=saved_at, save_top_k=-1
         )
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=1 if layout == "single" else 2,
-            strategy=strategy_of(layout),
+        trainer = make_trainer(
+            layout,
+            root,
             plugins=[LightningIO(timeout_secs=300.0)] if how == "ours" else None,
             callbacks=[saves],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            max_steps=-1,
             max_epochs=2,
         )
         trainer.fit(module, **kwargs)

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_dist_ckpt import DistCkptIO
+from tests.lightning._training import make_trainer
 from tests.zoo._pictures import state_picture
 
 
@@ -53,16 +54,11 @@ def lightning(layout: str, rank: int, root: Path, *, how: str) -> dict[str, Any]
     """Trainer.save_checkpoint and fit(ckpt_path=...) with that strategy."""
 
     def fit(module: _OwnPart, steps: int, path: Any = None) -> Any:
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=2,
+        trainer = make_trainer(
+            layout,
+            root,
             strategy=OwnPartStrategy(),
             plugins=[DistCkptIO(timeout_secs=300.0)] if how == "ours" else None,
-            default_root_dir=root,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
             max_steps=steps,
         )
         trainer.fit(module, data, ckpt_path=path, weights_only=False)
