@@ -1,14 +1,13 @@
-"""What ``model.state_dict()`` means: names in order, metadata, and entries of modules' own making.
+"""The content of ``model.state_dict()``: names in order, metadata, and entries that modules add.
 
-Here: ``ModelState`` and how it is found, for a live model and for a state dict that somebody has
-edited. Not here: where the bytes of parameters and buffers lie (``derive.model``), loading
-(``derive.protocol_load``). Called on every rank, locally: nothing communicates.
+Here: ``ModelState``, of a live model or of a state dict that a caller has edited. Not here: where
+the bytes of parameters and buffers are (``derive.model``), loading (``derive.protocol_load``).
+Called on every rank, locally: no communication.
 
-A module that leaves PyTorch's protocol alone is described by the walk over its parameters and
-buffers. As soon as one module of a model has code or hooks of its own, the model's own
-``state_dict`` is called, with ``keep_vars=True``: entries that are a parameter or buffer of the
-model are recognised by identity and keep the direct path to their memory; only the others are
-values of their own.
+A model whose modules do not customise PyTorch's protocol is described by a walk over its parameters
+and buffers. If any module has code or hooks of its own, the model's own ``state_dict`` is called,
+with ``keep_vars=True``: entries that are a parameter or buffer of the model are recognised by
+identity and keep the direct path to their memory; the other entries are stored as values.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +36,7 @@ __all__ = [
     "EXTRA_STATE",
     "Entries",
     "ModelState",
+    "deepest_prefix",
     "given_entries",
     "has_odd_tensors",
     "has_own_state",
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 EXTRA_STATE = "_extra_state"
-"""Last part of the name under which ``get_extra_state`` stands in a state dict."""
+"""Last part of the name of the entry that ``get_extra_state`` makes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Entries:
 
     Attributes:
         values: Name to entry, in order.
-        metadata: ``_metadata``: canonical prefix of a module, without its last dot, to what is
-            noted of it; None if the state dict has none.
+        metadata: ``_metadata``: canonical prefix of a module, without its last dot, to the module's
+            metadata; None if the state dict has none.
     """
 
     values: Mapping[str, Any]
@@ -70,7 +70,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelState:
-    """What is stored of a model, as this rank has it, by canonical names.
+    """This rank's part of what is stored of a model, by canonical names.
 
     Attributes:
         names: All entries, in the order of the state dict.
@@ -84,33 +84,31 @@ class ModelState:
 
 
 def own_entries(model: nn.Module) -> Entries | None:
-    """Return the model's own state dict if a module of it has a part in making it, else None.
+    """Return the model's own state dict if a module customises it, else None.
 
-    Parameters and buffers stand in it themselves, not as detached aliases; nothing is gathered.
+    Its entries are parameters and buffers themselves, not detached aliases; nothing is gathered.
     """
     if not has_own_state(model):
         return None
     bare = bare_module(model)
     canonical = {place.path: place.prefix for place in places(bare)}
     with _without_gathering(bare), torch.no_grad():
-        found = bare.state_dict(keep_vars=True)
-    _check_names(bare, found)
+        state_dict = bare.state_dict(keep_vars=True)
+    _check_names(bare, state_dict)
     metadata = {
-        canonical.get(f"{path}." if path else "", f"{path}.").removesuffix("."): dict(noted)
-        for path, noted in getattr(found, "_metadata", {}).items()
+        canonical.get(f"{path}." if path else "", f"{path}.").removesuffix("."): dict(of_module)
+        for path, of_module in getattr(state_dict, "_metadata", {}).items()
     }
-    return Entries({_renamed(name, canonical): one for name, one in found.items()}, metadata)
+    values = {_renamed(name, canonical): value for name, value in state_dict.items()}
+    return Entries(values, metadata)
 
 
 def given_entries(given: Mapping[str, Any]) -> Entries:
     """Return a caller's state dict by canonical names."""
-    noted = getattr(given, "_metadata", None)
-    return Entries(
-        {without_wrappers(name): value for name, value in given.items()},
-        None
-        if noted is None
-        else {without_wrappers(prefix): dict(one) for prefix, one in noted.items()},
-    )
+    metadata = getattr(given, "_metadata", None)
+    if metadata is not None:
+        metadata = {without_wrappers(prefix): dict(one) for prefix, one in metadata.items()}
+    return Entries({without_wrappers(name): value for name, value in given.items()}, metadata)
 
 
 def model_state(model: nn.Module, layout: ModelLayout, entries: Entries | None) -> ModelState:
@@ -119,7 +117,7 @@ def model_state(model: nn.Module, layout: ModelLayout, entries: Entries | None) 
     Args:
         model: The model, wrapped or not.
         layout: Its layout.
-        entries: From ``own_entries``, or ``given_entries`` to store those in place of the model's.
+        entries: From ``own_entries``, or from ``given_entries`` to store those instead.
     """
     if entries is None:
         return ModelState(names=layout.order, metadata=own_versions(model))
@@ -139,26 +137,27 @@ def local_state_dict(model: nn.Module, layout: ModelLayout) -> OrderedDict[str, 
     It has the attribute ``_metadata``, as torch's own.
     """
     state = model_state(model, layout, own_entries(model))
-    found: OrderedDict[str, Any] = OrderedDict()
+    entries: OrderedDict[str, Any] = OrderedDict()
     for name in state.names:
         own = owned_by(layout, name)
         if name in state.values or own is None:
-            found[name] = state.values[name]
+            entries[name] = state.values[name]
         else:
-            found[name] = own.owner.detach() if isinstance(own.owner, DTensor) else own.local
-    vars(found)["_metadata"] = OrderedDict(state.metadata)
-    return found
+            entries[name] = own.owner.detach() if isinstance(own.owner, DTensor) else own.local
+    vars(entries)["_metadata"] = OrderedDict(state.metadata)
+    return entries
 
 
 def owned_by(layout: ModelLayout, name: str) -> LocalTensor | None:
-    """Return the parameter or buffer of this name, also if it has another name too."""
+    """Return the parameter or buffer of this name, which may be its second one (tied)."""
     return layout.tensors.get(layout.tied.get(name, name))
 
 
 def has_own_state(model: nn.Module) -> bool:
-    """Whether a module has a part in ``state_dict()`` besides its parameters and buffers.
+    """Whether a module contributes to ``state_dict()`` more than its parameters and buffers.
 
-    This is asked at every save: classes are looked at once, modules for what they alone have.
+    Called at every save, so it is cheap: each class is inspected once, each module for its own
+    attributes and hooks.
     """
     plain: set[type] = set()
     modules, seen = [model], {id(model)}
@@ -192,16 +191,16 @@ def _class_has_own_state(cls: Any) -> bool:
 def has_odd_tensors(module: nn.Module) -> bool:
     """Whether a parameter or buffer of the module itself is stored as a value, see ``is_odd``."""
     for held in (module._parameters, module._buffers):  # noqa: SLF001 - the protocol
-        for one in held.values():
-            if one is not None and is_odd(one):
+        for tensor in held.values():
+            if tensor is not None and is_odd(tensor):
                 return True
     return False
 
 
 def is_of_wrapper(hook: Any) -> bool:
-    """Whether a hook belongs to a wrapper of torch (FSDP, checkpointing), whose work is ours here.
+    """Whether a hook belongs to a wrapper of torch (FSDP, checkpointing); we skip such hooks.
 
-    Such hooks change names and gather shards; canonical names and layouts need neither.
+    They change names and gather shards, which canonical names and layouts replace.
     """
     hook = getattr(hook, "hook", hook)  # load hooks are wrapped in an object
     while isinstance(hook, functools.partial):
@@ -210,11 +209,11 @@ def is_of_wrapper(hook: Any) -> bool:
 
 
 def holds_own_part(model: nn.Module, *, equal: bool) -> bool:
-    """Whether this rank may be the only one to tell of a part of the model that rank 0 lacks.
+    """Whether this rank must describe a part of the model that rank 0 may not have.
 
-    Rank 0 stores what is no tensor. A pipeline stage on other ranks has modules that rank 0 does
-    not have: there, the first rank of each device mesh stores it, and every rank with plain
-    parameters that nothing is known to keep equal.
+    Rank 0 stores entries that are not tensors. A pipeline stage on other ranks has modules that
+    rank 0 does not have: there, the first rank of each device mesh stores them, and so does every
+    rank with plain parameters that are not known to be equal on all ranks.
 
     Args:
         model: The model, wrapped or not.
@@ -257,7 +256,7 @@ def _parts(model: nn.Module, world_size: int, *, equal: bool) -> Iterator[bool]:
 
 def own_versions(model: nn.Module) -> dict[str, dict[str, Any]]:
     """Return the ``_metadata`` of a model whose modules add nothing to it."""
-    # A wrapper comes before what it wraps, which has the same prefix.
+    # A wrapper comes before the module in it, which has the same prefix and replaces its entry.
     return {
         place.prefix.removesuffix("."): {"version": place.module._version}  # noqa: SLF001 - as torch notes it
         for place in places(model)
@@ -265,44 +264,51 @@ def own_versions(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _check_names(model: nn.Module, entries: Any) -> None:
-    """Raise an error if what a module returned as its state dict is none of names and entries."""
-    wrong = None if isinstance(entries, Mapping) else repr(type(entries).__name__)
+    """Raise an error if a module's state dict is not a dict with strings as keys."""
+    wrong = None if isinstance(entries, Mapping) else f"returned a {type(entries).__name__}"
     if wrong is None:
-        wrong = ", ".join(repr(name)[:80] for name in entries if not isinstance(name, str))
+        keys = ", ".join(repr(name)[:80] for name in entries if not isinstance(name, str))
+        wrong = keys and f"has the keys {keys}"
     if wrong:
         raise InvalidShardingError(
             f"{type(model).__name__}.state_dict() must return a dict whose keys are strings; it "
-            f"has {wrong}."
+            f"{wrong}."
         )
 
 
-def _renamed(name: str, canonical: Mapping[str, str]) -> str:
-    """Return the canonical name of an entry: the deepest module that it begins with decides."""
+def deepest_prefix(name: str, prefixes: Container[str]) -> str:
+    """Return the longest prefix of a name, up to a dot, that is in ``prefixes``; else ``""``."""
     end = name.rfind(".") + 1
-    while end and name[:end] not in canonical:
+    while end and name[:end] not in prefixes:
         end = name.rfind(".", 0, end - 1) + 1
-    return canonical.get(name[:end], name[:end]) + name[end:]
+    return name[:end]
+
+
+def _renamed(name: str, canonical: Mapping[str, str]) -> str:
+    """Return the canonical name of an entry, by the deepest module whose path it begins with."""
+    path = deepest_prefix(name, canonical)
+    return canonical.get(path, path) + name.removeprefix(path)
 
 
 @contextlib.contextmanager
 def _without_gathering(model: nn.Module) -> Iterator[None]:
-    """Keep FSDP1 from gathering its parameters when a state dict is made.
+    """Prevent FSDP1 from gathering its parameters when a state dict is made.
 
-    Its hooks are taken out of the units for the duration of the call, and put back: a unit's own
-    entries are its local shards then, which the layout knows.
+    Its hooks are removed from the units inside the context and restored afterwards. A unit's own
+    entries are then its local shards, which the layout describes.
     """
-    taken: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    removed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     try:
         for module in model.modules():
             if isinstance(module, FullyShardedDataParallel):
                 for name in ("_state_dict_hooks", "_state_dict_pre_hooks"):
                     hooks: dict[int, Any] = vars(module)[name]
-                    taken.append((hooks, dict(hooks)))
+                    removed.append((hooks, dict(hooks)))
                     for key in [key for key, hook in hooks.items() if is_of_wrapper(hook)]:
                         del hooks[key]
         yield
     finally:
-        for hooks, before in taken:
+        for hooks, before in removed:
             hooks.clear()
             hooks.update(before)
 
@@ -333,7 +339,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _ordered(entries: Mapping[str, Any], layout: ModelLayout) -> tuple[str, ...]:
-    """Return all names in order; what FSDP1 has put into flat parameters stands where it was."""
+    """Return all names in order; parameters that FSDP1 has flattened keep their position."""
     if not any(_is_flat(value) for value in entries.values()):
         return tuple(entries)
     known, before, others = set(layout.order), "", dict[str, list[str]]()

@@ -1,17 +1,17 @@
-"""What ``model.load_state_dict()`` means: hooks, versions, missing and unexpected names.
+"""The semantics of ``model.load_state_dict()``: hooks, versions, missing and unexpected names.
 
-Here: ``plan_load``, the request it makes of a checkpoint, and giving the answer to the modules. Not
-here: reading (``dist_ckpt._loading``), what a save stores (``derive.protocol``). On every rank,
-locally: nothing communicates but what modules themselves do.
+Here: ``plan_load``, the request for a checkpoint, and passing the result to the modules. Not here:
+reading (``dist_ckpt._loading``), what a save stores (``derive.protocol``). On every rank, locally:
+no communication, except by modules' own hooks.
 
 Three kinds of modules:
 
 * *plain*: parameters and buffers are filled in place; names are compared here;
-* *light*: as plain, and ``set_extra_state`` or post-hooks are called at their turn;
+* *light*: as plain, and ``set_extra_state`` or post-hooks are called in PyTorch's order;
 * *own*: with load pre-hooks, a ``_load_from_state_dict`` of its own, or tensors that are not dense
-  (quantised, sparse, of a wrapper class). It may rename, resize or
-  convert any entry below its prefix, so these are read into new tensors, in the stored dtype, and
-  it and everything below it load them by PyTorch's own code.
+  (quantised, sparse, of a wrapper class). It may rename, resize or convert any entry below its
+  prefix, so these entries are read into new tensors, in the stored dtype, and the module and all
+  modules below it load them by PyTorch's own code.
 
 The order of the walk and of the calls is that of ``torch.nn.Module.load_state_dict`` (torch 2.13).
 """
@@ -43,6 +43,7 @@ from dist_ckpt.derive.model import (
 )
 from dist_ckpt.derive.protocol import (
     EXTRA_STATE,
+    deepest_prefix,
     has_odd_tensors,
     is_of_wrapper,
     own_entries,
@@ -65,7 +66,7 @@ __all__ = [
 
 
 class _Stored:
-    """Stands for an entry that is still in the checkpoint; only its identity counts."""
+    """Placeholder of an entry that is still in the checkpoint; compared by identity."""
 
     def __repr__(self) -> str:
         return "STORED"
@@ -80,18 +81,18 @@ Metadata = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """Names that only one side has, as the modules of a rank reported them.
+    """Missing and unexpected names, as the modules of a rank reported them.
 
     Attributes:
-        missing: In the model only.
-        unexpected: In the checkpoint only.
+        missing: Names that only the model has.
+        unexpected: Names that only the checkpoint has.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
     def describe(self, model: nn.Module) -> str:
-        """Return the text in which ``load_state_dict`` names them."""
+        """Return the error text of ``load_state_dict`` for these names."""
         kinds = (("Unexpected", self.unexpected), ("Missing", self.missing))
         lines = [
             f"{kind} key(s) in state_dict: " + ", ".join(f'"{name}"' for name in names) + ". "
@@ -102,12 +103,12 @@ class LoadReport:
 
 
 def merge_reports(reports: Sequence[LoadReport]) -> LoadReport:
-    """Return what is missing on any rank, and unexpected on all of them.
+    """Return the names that are missing on any rank, and those that are unexpected on all ranks.
 
-    Ranks may hold different parts of a model: what one of them has taken is not unexpected.
+    Ranks may hold different parts of a model: a name that one of them has loaded is not unexpected.
     """
-    missing = dict.fromkeys(name for one in reports for name in one.missing)
-    everywhere = set(reports[0].unexpected).intersection(*(one.unexpected for one in reports))
+    missing = dict.fromkeys(name for report in reports for name in report.missing)
+    everywhere = set(reports[0].unexpected).intersection(*(r.unexpected for r in reports))
     return LoadReport(
         missing=tuple(missing),
         unexpected=tuple(name for name in reports[0].unexpected if name in everywhere),
@@ -117,15 +118,14 @@ def merge_reports(reports: Sequence[LoadReport]) -> LoadReport:
 def plan_load(
     model: nn.Module, layout: ModelLayout, given: Mapping[str, Any], metadata: Metadata | None
 ) -> ModelLoad:
-    """Decide of each entry of a state dict how it gets into ``model``.
+    """Decide for each entry of a state dict how it is loaded into ``model``.
 
     Args:
         model: The live model, wrapped or not.
         layout: Its layout.
         given: Entries by canonical name; ``STORED`` for those to be read.
-        metadata: What the modules noted when they were saved; None if nobody knows, then entries
-            count as being of the modules' present versions, as for torch's own checkpoints of
-            ``state_dict()``.
+        metadata: The modules' metadata when they were saved. If it is None, entries are taken to
+            have the modules' present versions, as in ``torch.distributed.checkpoint``.
     """
     return ModelLoad(
         model=model,
@@ -154,7 +154,7 @@ def load_whole_model(model: nn.Module, state_dict: Mapping[str, Any], *, strict:
         model,
         model_layout(model),
         {without_wrappers(name): value for name, value in state_dict.items()},
-        {without_wrappers(prefix): noted for prefix, noted in metadata.items()},
+        {without_wrappers(prefix): of_module for prefix, of_module in metadata.items()},
     )
     report = plan.fill({}, strict=strict)
     if strict and (report.missing or report.unexpected):
@@ -173,14 +173,14 @@ class ModelLoad:
         metadata: Metadata,
         places: Sequence[Place],
     ) -> None:
-        """Find which modules load their entries themselves."""
+        """Determine which modules load their entries themselves."""
         self._model, self._layout, self._given = model, layout, given
         self._metadata = metadata
         self._root = bare_module(model)
         self._is_whole = _overrides_load_state_dict(self._root)
         own = [place.prefix for place in places if _is_own(place.module)]
         self._scopes = [""] if self._is_whole else _topmost(own)
-        # Extra state that was a tensor is read, too, if a module takes it at its turn.
+        # Extra state that was saved as a tensor is read, too, if its module sets extra state.
         self._extras = {
             name
             for place in places
@@ -205,51 +205,52 @@ class ModelLoad:
         """Return what to read: ``{name: ShardedTensor or list}``.
 
         Args:
-            stored: How an entry is stored, without data; None if it is not stored as a tensor.
+            stored: Returns how the entry of a name is stored, without data; None if it is not
+                stored as a tensor.
         """
         request: ShardedStateDict = {}
         for name, item in self._layout.tensors.items():
             source = self._source_of(name)
             if source is None or self._given[source] is not STORED:
                 continue
-            found = stored(source)
-            if found is None or (self._is_aside(name) and not _is_range(item)):
+            entry = stored(source)
+            if entry is None or (self._is_aside(name) and not _is_range(item)):
                 continue
-            request[name] = item.layout.shard(found.key, item.local)
+            request[name] = item.layout.shard(entry.key, item.local)
         for name, value in self._given.items():
-            found = stored(name) if value is STORED else None
-            if found is not None and self._is_aside(name) and name not in request:
-                request[name] = self._aside(name, found)
+            entry = stored(name) if value is STORED else None
+            if entry is not None and self._is_aside(name) and name not in request:
+                request[name] = self._aside(name, entry)
         return request
 
     def check_dtypes(self, stored: Callable[[str], ShardedTensor | None]) -> None:
-        """Refuse entries that a module with load code would cast; others are compared when read.
+        """Refuse entries that a module's load code would cast; others are compared when read.
 
         Raises:
-            MismatchError: Naming all of them.
+            MismatchError: All such entries are named.
         """
         problems = []
         for name, item in self._layout.tensors.items():
-            found = stored(name) if self._is_read_aside(name) else None
-            if found is not None and found.dtype != item.local.dtype:
+            entry = stored(name) if self._is_read_aside(name) else None
+            if entry is not None and entry.dtype != item.local.dtype:
                 problems.append(
-                    f"{name!r}: {item.local.dtype} is expected, {found.dtype} is stored"
+                    f"{name!r}: {item.local.dtype} is expected, {entry.dtype} is stored"
                 )
         if problems:
             raise MismatchError("; ".join(problems), hint='cast="allow" converts.')
 
     def fill(self, loaded: Mapping[str, Any], *, strict: bool = False) -> LoadReport:
-        """Give what was read to the modules, and all of PyTorch's hooks their turn.
+        """Load what was read into the modules, and call their hooks as PyTorch does.
 
         Args:
             loaded: What was read of the request.
-            strict: Whether a ``load_state_dict`` of the model's own is to refuse names of one side;
-                it decides then, and nothing is reported.
+            strict: Passed to a ``load_state_dict`` that the model overrides. If True, that method
+                judges missing and unexpected names, and none are reported.
 
         Raises:
             MismatchError: A tensor does not fit, or a module could not load its entries.
         """
-        direct = {name: one for name, one in loaded.items() if not self._is_read_aside(name)}
+        direct = {name: value for name, value in loaded.items() if not self._is_read_aside(name)}
         fill_shared(self._layout, direct)
         errors = self._fill_given()
         values = self._entries(loaded)
@@ -261,10 +262,10 @@ class ModelLoad:
             raise MismatchError(_error_text(self._root, errors))
         return report
 
-    # -- which way an entry goes
+    # -- how an entry is loaded
 
     def _like(self, name: str) -> LocalTensor | None:
-        """Return the live tensor of this name, or what a module makes of its own under it."""
+        """Return the live tensor of this name, or the DTensor that a module makes for it."""
         return owned_by(self._layout, name) or self._made.get(name)
 
     def _is_aside(self, name: str) -> bool:
@@ -275,29 +276,28 @@ class ModelLoad:
         return self._is_aside(name) and (item is None or not _is_range(item))
 
     def _source_of(self, name: str) -> str | None:
-        """Return under which of its names a tensor is given; None if under none.
+        """Return the name under which a (tied) tensor is given; None if it is not given.
 
-        Of several the last counts, as when one module after the other copies its entry.
+        If there are several, the last one counts, as when module after module copies its entry.
         """
         names = (name, *self._others.get(name, ()))
-        return next((one for one in reversed(names) if one in self._given), None)
+        return next((other for other in reversed(names) if other in self._given), None)
 
-    def _aside(self, name: str, found: ShardedTensor) -> ShardedTensor | list[ShardedTensor]:
-        """Return a request for new memory: like the live tensor if that has the stored shape."""
-        item = self._like(name)
-        if item is not None and item.layout.global_shape == tuple(found.global_shape):
+    def _aside(self, name: str, stored: ShardedTensor) -> ShardedTensor | list[ShardedTensor]:
+        """Return a request with new memory, cut as the live tensor if that has the same shape."""
+        item, shape = self._like(name), tuple(stored.global_shape)
+        if item is not None and item.layout.global_shape == shape:
             local = torch.empty(
-                item.layout.local_shape, dtype=found.dtype, device=item.local.device
+                item.layout.local_shape, dtype=stored.dtype, device=item.local.device
             )
-            return item.layout.shard(found.key, local)
-        shape = tuple(found.global_shape)
+            return item.layout.shard(stored.key, local)
         layout = replicated_layout(shape, writer="first")
-        return layout.shard(found.key, torch.empty(shape, dtype=found.dtype, device="cpu"))
+        return layout.shard(stored.key, torch.empty(shape, dtype=stored.dtype, device="cpu"))
 
     # -- filling
 
     def _fill_given(self) -> list[str]:
-        """Copy whole tensors that a caller gave into the modules that take them in place."""
+        """Copy whole tensors that a caller gave into the parameters that are filled in place."""
         errors = []
         for name, item in self._layout.tensors.items():
             source = self._source_of(name)
@@ -321,8 +321,7 @@ class ModelLoad:
     def _entries(self, loaded: Mapping[str, Any]) -> OrderedDict[str, Any]:
         """Return the state dict that the modules see, in the given order.
 
-        An entry that is in its place already is the live tensor; ``STORED`` is one that no module
-        takes.
+        An entry that was filled in place is the live tensor; one that no module has is ``STORED``.
         """
         entries: OrderedDict[str, Any] = OrderedDict()
         names = dict.fromkeys(self._given)
@@ -343,7 +342,7 @@ class ModelLoad:
     def _as_module_sees(
         self, name: str, item: LocalTensor | None, loaded: Mapping[str, Any]
     ) -> Any:
-        """Return an entry for a module that loads it itself: distributed as its own tensor is."""
+        """Return an entry for a module that loads it itself, distributed as the live tensor is."""
         source = name
         if name not in self._given:
             source = self._source_of(self._layout.tied.get(name, name)) or name
@@ -364,31 +363,31 @@ class ModelLoad:
         return wrap_like(local, pattern) if fits else value
 
     def _load_whole(self, entries: OrderedDict[str, Any], *, strict: bool) -> LoadReport:
-        """Let a model with a ``load_state_dict`` of its own load everything by it."""
-        # Of a wrapper and what it wraps, which have the same prefix, the inner one comes last.
+        """Load everything by the ``load_state_dict`` that the model overrides."""
+        # A wrapper and the module in it have the same prefix: the inner one comes last and counts.
         paths = {place.prefix: place.path for place in places(self._root)}
         own_name = {
-            # Activation checkpointing takes its name out of state dicts, and puts it into them.
+            # Activation checkpointing removes its name from state dicts and adds it at a load.
             name: paths[prefix].replace(f"{_CHECKPOINTED}.", "") + name.removeprefix(prefix)
             for prefix, names in _by_module(entries, paths.keys()).items()
             for name in names
         }
-        given: OrderedDict[str, Any] = OrderedDict((own_name[n], one) for n, one in entries.items())
+        given: OrderedDict[str, Any] = OrderedDict((own_name[n], v) for n, v in entries.items())
         vars(given)["_metadata"] = OrderedDict(
-            (paths.get(f"{prefix}." if prefix else "", f"{prefix}.").removesuffix("."), dict(noted))
-            for prefix, noted in self._metadata.items()
+            (paths.get(f"{prefix}." if prefix else "", f"{prefix}.").removesuffix("."), dict(value))
+            for prefix, value in self._metadata.items()
         )
         loader: Any = self._root
         try:
             # Not every override knows `strict`, and some have another default.
-            found = loader.load_state_dict(given, **({} if strict else {"strict": False}))
+            keys = loader.load_state_dict(given, **({} if strict else {"strict": False}))
         except RuntimeError as error:
             raise MismatchError(str(error)) from error
         if strict:
             return LoadReport(missing=(), unexpected=())
         name_of = {own: name for name, own in own_name.items()}
         missing, unexpected = (
-            tuple(name_of.get(name, name) for name in getattr(found, kind, ()))
+            tuple(name_of.get(name, name) for name in getattr(keys, kind, ()))
             for kind in ("missing_keys", "unexpected_keys")
         )
         return LoadReport(missing=missing, unexpected=unexpected)
@@ -476,8 +475,8 @@ class _Visit:
         for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001
             if not is_of_wrapper(hook) and hook(module, report) is not None:
                 raise MismatchError(
-                    f"the load_state_dict post-hook of {prefix or '(root)'!r} returned a value; it "
-                    "changes the given lists in place, or nothing."
+                    f"the load_state_dict post-hook of {prefix or '(root)'!r} returned a value.",
+                    hint="change the given lists in place and return None.",
                 )
 
     def _by_itself(self, module: nn.Module, prefix: str, entries: Mapping[str, Any]) -> None:
@@ -489,28 +488,26 @@ class _Visit:
                 self.missing.append(name)
         # A flat parameter is filled already: given to itself, it is neither missing nor copied.
         held = module._parameters.items()  # noqa: SLF001
-        flat = {
-            f"{prefix}{n}": one for n, one in held if one is not None and is_flat_parameter(one)
-        }
+        flat = {f"{prefix}{n}": p for n, p in held if p is not None and is_flat_parameter(p)}
         local |= flat
-        noted = dict(self.metadata.get(prefix.removesuffix("."), {}))
+        metadata = dict(self.metadata.get(prefix.removesuffix("."), {}))
         loader: Any = module._load_from_state_dict  # noqa: SLF001 - the protocol itself
-        loader(local, prefix, noted, True, self.missing, self.unexpected, self.errors)  # noqa: FBT003
+        loader(local, prefix, metadata, True, self.missing, self.unexpected, self.errors)  # noqa: FBT003
         for name in flat:
             local.pop(name, None)
-        if isinstance(entries, dict):  # what it renamed is for the modules below it
+        if isinstance(entries, dict):  # the modules below it see the entries that it renamed
             entries.clear()
             entries.update(local)
 
     def _flattened(self, module: nn.Module, prefix: str) -> list[str]:
-        """Return the parameters that FSDP1 has taken out of the module."""
-        found = []
+        """Return the names of the parameters that FSDP1 has removed from the module."""
+        names = []
         for name in self.names_in.get(prefix, ()):
             item = owned_by(self.layout, name)
             is_flat = item is not None and is_flat_parameter(item.owner)
             if is_flat and name.removeprefix(prefix) not in module._parameters:  # noqa: SLF001
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def _in_place(self, module: nn.Module, prefix: str, entries: Mapping[str, Any]) -> None:
         if any(is_hidden(module, name) for name in module._modules):  # noqa: SLF001
@@ -531,20 +528,20 @@ class _Visit:
 
 
 def _distributed_entries(model: nn.Module, layout: ModelLayout) -> dict[str, LocalTensor]:
-    """Return the DTensors that modules make for their state dict, to be cut like them."""
+    """Return the DTensors that modules make for their state dict: stored entries are cut alike."""
     if not any(isinstance(item.owner, DTensor) for item in layout.tensors.values()):
         return {}
     entries = own_entries(model)
-    found = {}
+    made = {}
     for name, value in {} if entries is None else entries.values.items():
         if isinstance(value, DTensor) and owned_by(layout, name) is None:
-            found[name] = LocalTensor(
+            made[name] = LocalTensor(
                 local=local_of(value),
                 layout=dtensor_layout(value, name=name),
                 owner=value,
                 kind="buffer",
             )
-    return found
+    return made
 
 
 def _is_own(module: nn.Module) -> bool:
@@ -574,26 +571,23 @@ def _overrides_load_state_dict(module: nn.Module) -> bool:
 
 
 def _topmost(prefixes: Sequence[str]) -> list[str]:
-    found: list[str] = []
+    topmost: list[str] = []
     for prefix in prefixes:  # a module comes before those below it
-        if not any(prefix.startswith(above) for above in found):
-            found.append(prefix)
-    return found
+        if not any(prefix.startswith(above) for above in topmost):
+            topmost.append(prefix)
+    return topmost
 
 
 def _below(entries: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return OrderedDict((name, one) for name, one in entries.items() if name.startswith(prefix))
+    return OrderedDict((name, value) for name, value in entries.items() if name.startswith(prefix))
 
 
 def _by_module(names: Iterable[str], prefixes: AbstractSet[str]) -> dict[str, list[str]]:
-    """Return the names by the deepest module that they begin with."""
-    found: dict[str, list[str]] = {}
+    """Return the names by the deepest module whose prefix they begin with."""
+    by_module: dict[str, list[str]] = {}
     for name in names:
-        end = name.rfind(".") + 1
-        while end and name[:end] not in prefixes:
-            end = name.rfind(".", 0, end - 1) + 1
-        found.setdefault(name[:end], []).append(name)
-    return found
+        by_module.setdefault(deepest_prefix(name, prefixes), []).append(name)
+    return by_module
 
 
 def _is_range(item: LocalTensor) -> bool:
@@ -602,7 +596,7 @@ def _is_range(item: LocalTensor) -> bool:
 
 
 def _own_part(item: LocalTensor, whole: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of a whole tensor in new memory; None if the shape is another."""
+    """Return this rank's part of a whole tensor in new memory; None if its shape differs."""
     if tuple(whole.shape) != item.layout.global_shape:
         return None
     local = torch.empty(item.layout.local_shape, dtype=whole.dtype, device=item.local.device)
