@@ -44,6 +44,7 @@ from dist_ckpt.validation import (
     RankView,
     StrictPolicy,
     check_objects,
+    check_policies,
     check_sharding,
     of_ranks,
     react,
@@ -297,6 +298,7 @@ def _match(
         tuple(one.without_data() for one in parts.objects),
         casts=casts,
         unexpected=tuple(lines),
+        policy=policy,
     )
     found = (table, wanted) if known is contents and not absent else None
     return _Request(
@@ -362,6 +364,7 @@ def _agree(
     warns_of_casts: bool,
 ) -> frozenset[str]:
     """Check what only all requests together show; return the missing keys. Rank 0."""
+    check_policies(views)
     missing = _missing(views, contents) if policy.check_missing else frozenset()
     if policy.reaction == "raise":
         unexpected = of_ranks([view.unexpected for view in views])

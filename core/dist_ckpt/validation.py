@@ -44,6 +44,7 @@ __all__ = [
     "check_casts",
     "check_formats",
     "check_objects",
+    "check_policies",
     "check_sharding",
     "check_storable",
     "parse_strict_flag",
@@ -140,7 +141,8 @@ class RankView:
     ``casts`` are the keys of a load whose stored and requested dtype, in this order, differ.
     ``common`` is a digest of the common part of a save, if ranks are to have the same; it differs
     from save to save, so it is no part of what makes two descriptions equal.
-    ``unexpected`` has one line for each key that is requested and not stored.
+    ``unexpected`` has one line for each key that is requested and not stored; ``policy`` is what a
+    load does about them.
     """
 
     shards: Sequence[ShardInfo]
@@ -150,6 +152,7 @@ class RankView:
     casts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unexpected: tuple[str, ...] = ()
     common: bytes = field(default=b"", compare=False)
+    policy: StrictPolicy | None = None
 
 
 def check_formats(views: Sequence[RankView]) -> None:
@@ -166,6 +169,23 @@ def check_formats(views: Sequence[RankView]) -> None:
         raise CoordinationError(
             f"ranks save in different formats (sharded, common): {told}.",
             hint="give all ranks the same strategies and options.",
+        )
+
+
+def check_policies(views: Sequence[RankView]) -> None:
+    """Raise if ranks handle keys that only one side has in different ways: one way is followed.
+
+    Raises:
+        CoordinationError: Naming the ways and who chose them.
+    """
+    chosen: dict[StrictPolicy | None, list[int]] = defaultdict(list)
+    for rank, view in enumerate(views):
+        chosen[view.policy].append(rank)
+    if len(chosen) > 1:
+        told = "; ".join(f"{policy} on ranks {ranks}" for policy, ranks in chosen.items())
+        raise CoordinationError(
+            f"ranks load with different strict handling: {told}.",
+            hint="give all ranks the same strict.",
         )
 
 

@@ -17,6 +17,7 @@ from dist_ckpt import (
     load_plain_tensors,
     save,
 )
+from dist_ckpt.errors import CoordinationError
 from dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from dist_ckpt.validation import StrictHandling
@@ -103,6 +104,24 @@ def test_every_rank_is_told(tmp_path: Path, strict: str) -> None:
         assert all(f"'{key}' is not stored" in line for key in own)
         assert not any(f"'{key}'" in line for key in other)
         assert ("dropped; stale" in line) is with_missing
+
+
+def loads_as_it_likes(rank: int, size: int, path: str) -> str:
+    try:
+        load({}, path, strict=("ignore_all", "raise_all")[rank])
+    except CoordinationError as error:
+        return str(error)
+    return "nothing raised"
+
+
+def test_ranks_must_be_strict_alike(tmp_path: Path) -> None:
+    """What one rank asks for is not passed over because rank 0 asks for something else."""
+    path = str(tmp_path / "c")
+    saves(0, 1, path)
+
+    for told in run_ranks(loads_as_it_likes, 2, path):
+        assert "different strict handling" in told
+        assert "reaction='raise'" in told
 
 
 def casts(rank: int, size: int, path: str, how: str) -> tuple[Any, list[str]]:
