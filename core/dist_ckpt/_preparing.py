@@ -18,7 +18,7 @@ from dist_ckpt._engine.owners import host_identity
 from dist_ckpt._formats.objects import Room, encode_common, object_shards
 from dist_ckpt._planning.table import LocalShards, local_shards
 from dist_ckpt._planning.together import JobTable
-from dist_ckpt._state import SaveParts, split_for_save
+from dist_ckpt._state import SaveParts, split_for_save, without_marks
 from dist_ckpt.validation import (
     RankView,
     check_formats,
@@ -118,7 +118,8 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
     )
     compared = None
     if request.compares_common:
-        compared = preprocessed(parts.common, request.preprocess)
+        common_part = parts.common if request.preprocess is None else without_marks(parts.common)
+        compared = preprocessed(common_part, request.preprocess)
         view = replace(view, common=digest_of(compared))
     return Prepared(request, parts, shards, view, common, compared)
 

@@ -25,6 +25,7 @@ from dist_ckpt.dict_utils import dict_list_map_outplace, nested_values
 from dist_ckpt.errors import CoordinationError, InvalidShardingError, MismatchError
 from dist_ckpt.exchange_utils import (
     ShardDistribution,
+    describe_shards,
     describes_rank,
     shard_facts,
     shard_id,
@@ -242,14 +243,26 @@ def ask_for(
         choices=choices,
         group=_ranks(choices.algo, comm, group),
         view=view_of(request, with_data=False) if choices.validate else None,
-        wanted={shard_id(leaf): (leaf.key, shard_facts(leaf)) for leaf in leaves},
+        wanted=_wanted(leaves),
         names=frozenset(leaf.key for leaf in own),
         available={
             shard: shard_facts(leaf)
-            for leaf in own
+            for leaf in reversed(own)  # of equal shards the first counts, as in `data_by_id`
             if (shard := shard_id(leaf)) in tensors or shard in objects
         },
     )
+
+
+def _wanted(
+    leaves: Sequence[ShardedTensor | ShardedObject],
+) -> dict[ShardId, tuple[str, tuple[Any, ...]]]:
+    """Return names and facts of what is requested.
+
+    Raises:
+        InvalidShardingError: A shard is requested in two shapes or dtypes; one is kept.
+    """
+    describe_shards({str(number): leaf for number, leaf in enumerate(leaves)})
+    return {shard_id(leaf): (leaf.key, shard_facts(leaf)) for leaf in leaves}
 
 
 def _ranks(algo: str, comm: Communicator, group: ProcessGroup | None) -> tuple[int, ...]:

@@ -142,12 +142,25 @@ def without_data(shard: Leaf) -> Leaf:
 
 
 def describe_shards(sharded_state_dict: ShardedStateDict) -> list[ShardView]:
-    """Return this rank's tensors and objects without data, each shard once."""
+    """Return this rank's tensors and objects without data, each shard once.
+
+    Raises:
+        InvalidShardingError: A shard stands there twice, with two shapes or dtypes: one would be
+            taken for the other.
+    """
     views: dict[ShardId, ShardView] = {}
+    problems = []
     for leaf in nested_values(sharded_state_dict):
         if isinstance(leaf, ShardedTensor | ShardedObject):
             view = ShardView(without_data(leaf), leaf.data is not None)
-            views.setdefault(shard_id(leaf), view)
+            first = views.setdefault(shard_id(leaf), view).shard
+            if _nbytes(first) and shard_facts(first) != shard_facts(leaf):
+                problems.append(
+                    f"{leaf.key!r} at {leaf.global_offset} is {shard_facts(first)} and "
+                    f"{shard_facts(leaf)} on one rank"
+                )
+    if problems:
+        raise InvalidShardingError(f"replicas of a shard must be alike: {shortened(problems)}.")
     return list(views.values())
 
 

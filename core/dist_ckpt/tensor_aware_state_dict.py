@@ -28,7 +28,7 @@ from dist_ckpt._exchange import (
     exchange_objects,
     exchange_tensors,
 )
-from dist_ckpt._state import merge_after_load, split_for_load, split_for_save
+from dist_ckpt._state import merge_after_load, split_for_load, split_for_save, without_marks
 from dist_ckpt._tensor_aware import (
     ELSEWHERE,
     HERE,
@@ -280,8 +280,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
 
     @property
     def common_state_dict(self) -> StateDict:
-        """The part that is not sharded."""
-        return self.common
+        """The part that is not sharded; None stands in the places that lists have for shards."""
+        return cast("StateDict", without_marks(self.common))
 
     def pop_tensors(self) -> list[torch.Tensor]:
         """Take all tensors out and return them, in a fixed order.

@@ -728,6 +728,21 @@ def wrapped_round_trip(rank: int, size: int, path: str, algo: str) -> tuple[Any,
     loaded = load(state(filled=False), path, loader)
     plain = load(state(filled=False), path)
     pairs = zip(loaded["layers"], plain["layers"], strict=True)
+
+    def forms() -> dict[str, ShardedTensor]:
+        box = ((size, 3), (size, 3), (0, 0), None, rank)
+        wide = ((size + 1, 3), (size + 1, 3), (0, 0), None, rank, 0, True)
+        return {
+            "coarse": ShardedTensor("rows", None, torch.bool, *box),
+            "exact": ShardedTensor("rows", torch.zeros(size, 3), torch.float32, *box),
+            "padded": ShardedTensor("rows", None, torch.int64, *wide),
+        }
+
+    found = load(forms(), path, loader, validate_access_integrity=False)
+    for name in forms():
+        leaf = found[name]
+        alone = load({name: forms()[name]}, path, validate_access_integrity=False)
+        assert (leaf.dtype, leaf.tolist()) == (alone[name].dtype, alone[name].tolist()), name
     return (
         all(bits_of(a) == bits_of(b) for a, b in pairs),
         loaded["rows"].tolist(),
@@ -738,7 +753,7 @@ def wrapped_round_trip(rank: int, size: int, path: str, algo: str) -> tuple[Any,
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_wrappers_in_save_and_load(tmp_path: Path, size: int) -> None:
-    """What they save loads with and without them."""
+    """What they save loads with and without them, also one shard in several forms at once."""
     for rank, result in enumerate(
         run_ranks(wrapped_round_trip, size, str(tmp_path / "c"), "gather_rounds")
     ):

@@ -189,6 +189,13 @@ def test_replicas_must_be_alike() -> None:
     assert "'b'" not in str(info.value)
 
 
+@pytest.mark.parametrize("other", [tensor("a", 5, replica=1), tensor("a", 4, dtype=torch.int8)])
+def test_replicas_on_one_rank_must_be_alike(other: ShardedTensor) -> None:
+    """One would be given the other's place as the main one, and less or more would be saved."""
+    with pytest.raises(InvalidShardingError, match=r"'a' at \(0,\) is .* on one rank"):
+        describe_shards({"x": tensor("a", 4), "y": [other]})
+
+
 def test_other_leaves_do_not_count() -> None:
     """Only tensors and objects are described, each shard once."""
     x = tensor("x", 3)

@@ -349,7 +349,14 @@ def test_the_mark_of_a_shard_is_refused_as_a_value(tmp_path: Path) -> None:
 def test_the_mark_of_a_shard_is_not_seen(tmp_path: Path, fmt: Any, common: Any) -> None:
     """In a list that is not asked for, or read without the sharded part."""
     state = {"l": [1, shard("x", torch.ones(2)), LocalNonpersistentObject(2), 3]}
-    save(state, tmp_path / "c", fmt, common)
+    seen: list[Any] = []
+
+    def look(part: dict[str, Any]) -> dict[str, Any]:
+        seen.append(part)
+        return part
+
+    save(state, tmp_path / "c", fmt, common, preprocess_common_before_consistancy_check=look)
+    assert seen == [{"l": [1, None, None, 3]}]
 
     assert load_common_state_dict(tmp_path / "c") == {"l": [1, None, None, 3]}
     loaded = load({}, tmp_path / "c", validate_access_integrity=False)

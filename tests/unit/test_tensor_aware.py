@@ -133,6 +133,15 @@ def test_common_state_dict() -> None:
     assert made({"a": 1, "w": sharded("w", torch.zeros(1))}).common_state_dict == {"a": 1}
 
 
+def test_the_common_part_has_no_marks_of_shards() -> None:
+    """None stands in their places; the state dict still knows what belongs there."""
+    request = {"l": [1, sharded("x", torch.ones(1))]}
+    kept, _ = MCoreTensorAwareStateDict.from_state_dict(request)
+
+    assert kept.common_state_dict == {"l": [1, None]}
+    assert kept.to_state_dict(request) == {"l": [1, torch.ones(1)]}
+
+
 def test_what_from_state_dict_returns() -> None:
     """A pair; alone there is no distribution, and an atomic one is four times None."""
     tree = {"w": sharded("w", torch.zeros(1))}
@@ -254,6 +263,17 @@ def test_missing_keys_alone() -> None:
 def test_an_invalid_flag() -> None:
     with pytest.raises((ValueError, RankFailedError), match="Invalid strict flag"):
         stored().to_state_dict({}, strict="lax")
+
+
+def test_a_shard_that_is_requested_in_two_forms() -> None:
+    """One is kept: it must not come back for the other."""
+    kept, _ = MCoreTensorAwareStateDict.from_state_dict({"x": sharded("x", torch.ones(2))})
+    other = sharded("x", torch.zeros(2, dtype=torch.float64))
+
+    with pytest.raises(InvalidShardingError, match="'x' at .* on one rank"):
+        kept.to_state_dict(
+            {"a": other, "b": sharded("x", torch.zeros(2))}, validate_access_integrity=False
+        )
 
 
 @pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])

@@ -27,6 +27,7 @@ from dist_ckpt.exchange_utils import (
     ShardId,
     agree_on_cached,
     determine_main_replica_uniform_distribution,
+    shard_facts,
     shard_id,
 )
 from dist_ckpt.mapping import ShardedBase, ShardedObject, ShardedTensor
@@ -262,18 +263,23 @@ def load_and_exchange(
 
     ``find_strategy`` is called where its error can be told to all ranks.
     """
-    distribution = cache.distribution_of(sharded_state_dict, group, ignore_groups=True)
+    leaves = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedBase)]
+    shards: dict[ShardId, ShardedTensor] = {}
+    own: list[ShardedBase] = []  # what this rank reads for itself
+    for leaf in leaves:
+        if not isinstance(leaf, ShardedTensor):
+            own.append(leaf)
+        elif shard_facts(shards.setdefault(shard_id(leaf), leaf)) != shard_facts(leaf):
+            own.append(leaf)  # wanted here in two shapes or dtypes
+    shared: ShardedStateDict = {str(number): leaf for number, leaf in enumerate(shards.values())}
+    distribution = cache.distribution_of(shared, group, ignore_groups=True)
     rank = group_communicator(group).rank
     mine: dict[ShardId, ShardedTensor] = {}
     theirs: dict[ShardId, ShardedTensor] = {}
-    leaves = [x for x in nested_values(sharded_state_dict) if isinstance(x, ShardedBase)]
-    for leaf in leaves:
-        if isinstance(leaf, ShardedTensor):
-            shard = shard_id(leaf)
-            is_mine = distribution is None or distribution.main_rank_for_shard[shard] == rank
-            (mine if is_mine else theirs).setdefault(shard, leaf)
-    objects = [leaf for leaf in leaves if not isinstance(leaf, ShardedTensor)]
-    tensors, values = _read(find_strategy, mine, objects, checkpoint_dir)
+    for shard, leaf in shards.items():
+        is_mine = distribution is None or distribution.main_rank_for_shard[shard] == rank
+        (mine if is_mine else theirs)[shard] = leaf
+    tensors, values = _read(find_strategy, mine, own, checkpoint_dir)
     found = exchange_tensors(
         tensors,
         theirs,
@@ -284,9 +290,12 @@ def load_and_exchange(
     )
 
     def value(leaf: Any) -> Any:
-        if isinstance(leaf, ShardedTensor):
-            return _placed(found[shard_id(leaf)], leaf)
-        return values[id(leaf)] if isinstance(leaf, ShardedBase) else leaf
+        if id(leaf) in values:
+            given = values[id(leaf)]
+            if not isinstance(leaf, ShardedTensor):
+                return given
+            return _placed(converted(given, leaf.dtype), leaf)
+        return _placed(found[shard_id(leaf)], leaf) if isinstance(leaf, ShardedTensor) else leaf
 
     loaded: StateDict = dict_list_map_outplace(value, sharded_state_dict)
     return loaded
@@ -295,13 +304,17 @@ def load_and_exchange(
 def _read(
     find_strategy: Callable[[], LoadShardedStrategy],
     tensors: dict[ShardId, ShardedTensor],
-    objects: list[ShardedBase],
+    own: list[ShardedBase],
     checkpoint_dir: str | Path,
 ) -> tuple[dict[ShardId, torch.Tensor], dict[int, Any]]:
-    """Read with a strategy. Collective over all ranks, if only to tell of errors."""
+    """Read with a strategy. Collective over all ranks, if only to tell of errors.
+
+    Returns:
+        The tensors by shard, and what was read of ``own`` by id.
+    """
     # What a rank is to read is a main replica to the strategy, whoever holds it in training.
     leaves: dict[str, Any] = {f"t{i}": leaf for i, leaf in enumerate(tensors.values())}
-    leaves |= {f"o{i}": leaf for i, leaf in enumerate(objects)}
+    leaves |= {f"o{i}": leaf for i, leaf in enumerate(own)}
     request: ShardedStateDict = {k: replace(leaf, replica_id=0) for k, leaf in leaves.items()}
     loaded: StateDict = {}
     who = ""
@@ -330,7 +343,7 @@ def _read(
             read[shard] = converted(loaded[f"t{i}"], leaf.dtype)
 
     default_communicator().map_reduce(f"reading {checkpoint_dir}", verdict, lambda _: None)
-    return read, {id(leaf): loaded[f"o{i}"] for i, leaf in enumerate(objects)}
+    return read, {id(leaf): loaded[f"o{i}"] for i, leaf in enumerate(own)}
 
 
 def _placed(tensor: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
