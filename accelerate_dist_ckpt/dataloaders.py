@@ -1,14 +1,14 @@
-"""Where the dataloaders are: epoch, order of the samples, and the draws that made that order.
+"""Position of the dataloaders: epoch, order of the samples, and the random draws of that order.
 
 Here: the wrappers around their ``__init__`` and ``__iter__``, the snapshot of a dataloader and its
-restoring. Not here: the generators and how draws are noted (``draws``); skipping batches, which
-stays ``skip_first_batches``. Runs on every rank for itself.
+restoring. Not here: the generators and how draws are recorded (``draws``); skipping batches, which
+remains ``skip_first_batches``. Runs on every rank, locally.
 
-In the middle of an epoch the generators have long moved on from the states that its order was drawn
-from. So states are noted where something is drawn: when the iterator is made (``create``: the seeds
-of worker processes), when the sampler begins (``iter``, ``first``), and before each batch that this
+In the middle of an epoch the generators have left the states that its order was drawn from. So
+states are recorded where something is drawn: when the iterator is made (``create``: the seeds of
+worker processes), when the sampler begins (``iter``, ``first``), and before each batch that this
 process fetches itself (``fetch``: the dataset's own draws). A resumed epoch draws from the same
-states again; then all generators go on from where they were saved.
+states again; then all generators continue from their saved states.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class _Epoch:
     """The latest iteration over one sampler, whichever loaders share it."""
 
     def __init__(self) -> None:
-        self.latest: object = None  # the latest iteration; None if it came to its end
+        self.latest: object = None  # the latest iteration; None if it has been exhausted
         self.was_left = False  # with break, say
         self.has_begun = False
         self.has_trained = False  # with Accelerator.backward
         self.is_resumed = False
-        self.is_known = False  # whether the sampler was seen when it began
+        self.is_known = False  # whether the states at the sampler's beginning were recorded
         self.loader: Callable[[], Any] = lambda: None
         self.draws: dict[str, Any] = {}
         self.restored: dict[str, Any] | None = None  # a snapshot that no loop has resumed yet
@@ -64,16 +64,16 @@ class _Epoch:
         self.draws_seed: bool | None = None  # whether its next iterator does, if not as usual
 
     def __reduce__(self) -> tuple[type[_Epoch], tuple[()]]:
-        """A copy in a worker process or of the sampler begins with nothing noted."""
+        """Make copies (in worker processes, of the sampler) begin without records."""
         return _Epoch, ()
 
     @contextlib.contextmanager
     def beginning(self, loader: Any, iteration: object) -> Iterator[None]:
-        """Note what an iteration draws before its first batch; draw it again in a resume."""
+        """Record what an iteration draws before its first batch; repeat these draws in a resume."""
         repeat = self._repeat(loader)
-        if repeat:  # its notes stay true: it may be saved again
+        if repeat:  # its records stay valid: it may be saved again
             self.draws, self.is_known = dict(repeat["draws"]), True
-        elif not _has_first_iterator(loader):  # that one was noted when it was made
+        elif not _has_first_iterator(loader):  # else recorded when the loader was made
             self.draws, self.is_known = {}, False
         self.latest, self.was_left, self.loader = iteration, False, weakref.ref(loader)
         self.has_begun, self.has_trained = True, False
@@ -89,7 +89,7 @@ class _Epoch:
                 start.go_on()
 
     def _repeat(self, loader: Any) -> dict[str, Any]:
-        """Return what is to be drawn again; empty if a new epoch begins."""
+        """Return the draws to repeat; empty if a new epoch begins."""
         restored, self.restored = self.restored, None
         repeat = (restored or {}).get("resume") or {}
         if repeat.get("is_over") and not _is_skipping(loader):
@@ -100,37 +100,37 @@ class _Epoch:
         return repeat
 
     def end(self, loader: Any, iteration: object, *, was_left: bool) -> None:
-        """Note how an iteration ended, unless another one has begun since."""
+        """Record how an iteration ended, unless another one has begun since."""
         if self.latest is not iteration:
             return
         self.latest = iteration if was_left else None
         self.was_left = was_left
         prepared = self.prepared()
         if self.is_resumed and not was_left and prepared is not None:
-            # What skip_first_batches made has counted the epoch; the loader goes on from there.
+            # The loader of skip_first_batches has counted the epoch; this one continues from there.
             prepared.iteration = max(prepared.iteration, loader.iteration)
 
     def is_under_way(self) -> bool:
-        """Whether a program that goes on gets further batches of the epoch."""
+        """Whether an uninterrupted program would get further batches of the epoch."""
         loader = self.loader()
         if self.latest is None or getattr(loader, "end_of_dataloader", False):
             return False
-        # Natively a stateful loader goes on where training stopped. An evaluation begins anew.
+        # Natively a stateful loader continues where training stopped; an evaluation starts anew.
         return not self.was_left or (self.has_trained and _is_stateful(loader))
 
 
 class _Start:
-    """The beginning of one iteration: what it draws is noted, or drawn again.
+    """The beginning of one iteration: its draws are recorded, or repeated.
 
     Args:
-        epoch: Where it is noted.
-        loader: What is iterated over, or is just being made.
+        epoch: Where they are recorded.
+        loader: The loader that is iterated over, or that is being made.
         source: The object whose iteration draws the order.
-        repeat: What is drawn again; empty in a new epoch.
+        repeat: The draws to repeat; empty in a new epoch.
     """
 
     def __init__(self, epoch: _Epoch, loader: Any, source: Any, repeat: dict[str, Any]) -> None:
-        """Take the states to go on from."""
+        """Take the states to continue from."""
         self._epoch, self._loader, self._source = epoch, loader, source
         self._again: dict[str, Any] = repeat.get("draws", {})
         self._is_resume: bool = repeat.get("has_begun", False)
@@ -164,7 +164,7 @@ class _Start:
         """Make the iterator of the sampler, or of the iterable dataset."""
         iterator: Iterator[Any] = self._drawn("iter", native)
         self._epoch.is_known = True
-        # What can restore itself must stay visible as what it is.
+        # An iterator that can restore itself must keep its own type.
         is_plain = iterator is not self._source and not hasattr(iterator, "state_dict")
         return self._from_first(iterator) if is_plain else iterator
 
@@ -187,10 +187,10 @@ class _Start:
         return value
 
     def before_fetch(self, index: int) -> None:
-        """Note what a batch that is fetched in this process draws from, or draw it again.
+        """Record the states that a batch fetched in this process draws from, or restore them.
 
-        The loader asks for one batch more than it yields: that one was fetched before the save, and
-        the one after it is the first that is fetched after it.
+        The loader prefetches one batch: that one was fetched before the save, and the next one is
+        the first that is fetched after it.
         """
         loader, epoch = self._loader, self._epoch
         per_batch = _fetches_per_batch(loader)
@@ -206,14 +206,14 @@ class _Start:
             epoch.draws["fetch"] = states
 
     def go_on(self) -> None:
-        """Let all generators go on from where they were saved."""
+        """Restore all generators to their saved states."""
         before, self._before = self._before, None
         if before is not None:
             before.put_back()
 
 
 class _Fetches:
-    """An iterator of a base dataloader that tells of each batch before it is fetched."""
+    """An iterator of a base dataloader that calls back before each batch is fetched."""
 
     def __init__(self, native: Iterator[Any], start: _Start) -> None:
         self._native, self._start, self._count = native, start, 0
@@ -228,10 +228,10 @@ class _Fetches:
 
 
 def tracked_creation(native: Callable[..., None]) -> Callable[..., None]:
-    """Return an ``__init__`` that notes what stateful loaders draw when they are made.
+    """Return an ``__init__`` that records what stateful loaders draw when they are made.
 
-    Accelerate asks a stateful loader for its state at once. That makes the iterator of its first
-    epoch, whose worker processes get their first indices then.
+    Accelerate reads the state of a stateful loader at once. That creates the iterator of its first
+    epoch, whose worker processes then get their first indices.
     """
 
     def create(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
@@ -252,7 +252,7 @@ def tracked_creation(native: Callable[..., None]) -> Callable[..., None]:
 
 
 def tracked_iteration(native: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
-    """Return an ``__iter__`` that notes where its epoch began, and raises failures of saves."""
+    """Return an ``__iter__`` that records how its epoch began, and raises failures of saves."""
 
     def iterate(self: Any) -> Iterator[Any]:
         before_epoch()
@@ -280,13 +280,13 @@ def tracked_iteration(native: Callable[[Any], Iterator[Any]]) -> Callable[[Any],
 
 
 def note_training() -> None:
-    """Take note of a backward pass: the innermost loop trains."""
+    """Record a backward pass: the innermost loop trains."""
     if _RUNNING:
         _RUNNING[-1].has_trained = True
 
 
 def _with_polls(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Raise failures of saves before the next batch is taken, so that none is lost."""
+    """Raise failures of saves before the next batch is fetched, so that no batch is lost."""
     while True:
         before_batch()
         try:
@@ -297,10 +297,10 @@ def _with_polls(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def snapshot(loader: Any) -> dict[str, Any]:
-    """Return where a prepared dataloader is."""
+    """Return the position of a prepared dataloader."""
     epoch = _epoch_of(loader)
     generators = Draw(loader).states()["generators"]
-    if epoch is not None and epoch.restored is not None:  # it is where it was
+    if epoch is not None and epoch.restored is not None:  # it has not moved since the load
         return {**epoch.restored, "generators": generators}
     state: dict[str, Any] = {
         "iteration": getattr(loader, "iteration", 0),
@@ -321,33 +321,33 @@ def snapshot(loader: Any) -> dict[str, Any]:
 
 def _snapshot_of_epoch(epoch: _Epoch, loader: Any) -> dict[str, Any]:
     latest = loader if epoch.loader() is None else epoch.loader()
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     if epoch.draws_seed is not None and epoch.prepared() is loader:
-        found["draws_seed"] = epoch.draws_seed
+        state["draws_seed"] = epoch.draws_seed
     draws = {name: states for name, states in epoch.draws.items() if states}
     is_over = epoch.has_begun and not epoch.is_under_way()
     is_at_end = getattr(latest, "end_of_dataloader", False)
     number = getattr(latest, "iteration", 0)
     if epoch.latest is not None:  # else the loader has counted it
-        found["iteration"] = number + (is_at_end and not epoch.was_left)
+        state["iteration"] = number + (is_at_end and not epoch.was_left)
     if epoch.has_begun or draws:
-        found["resume"] = {
+        state["resume"] = {
             "has_begun": epoch.has_begun,
             "is_over": is_over,
             "iteration": number if epoch.latest is not None else max(0, number - 1),
             "draws": draws,
         }
-    return found
+    return state
 
 
 def restore_dataloader(loader: Any, state: dict[str, Any], *, own: bool) -> None:
-    """Put a dataloader back.
+    """Restore the position of a dataloader.
 
     Args:
         loader: As prepared by Accelerate.
-        state: What ``snapshot`` returned.
-        own: Whether this same rank of an equally large world saved it. Otherwise only what is the
-            same on all ranks is used.
+        state: The result of ``snapshot``.
+        own: Whether the same rank of an equally large world saved it. Otherwise only the parts that
+            are equal on all ranks are used.
     """
     if hasattr(loader, "iteration"):
         loader.iteration = state["iteration"]
@@ -364,7 +364,7 @@ def restore_dataloader(loader: Any, state: dict[str, Any], *, own: bool) -> None
     if is_stateful and (_goes_on(state, resume) or _restores_itself(loader)):
         loader.load_state_dict(state["stateful"])
     elif is_stateful and (resume or not _has_first_iterator(loader)):
-        loader.load_state_dict({})  # to begin anew
+        loader.load_state_dict({})  # starts a new epoch
     epoch = _epoch_of(loader)
     if epoch is not None:
         epoch.latest, epoch.has_begun = None, False
@@ -374,11 +374,11 @@ def restore_dataloader(loader: Any, state: dict[str, Any], *, own: bool) -> None
 
 
 def _resume_of(state: dict[str, Any], *, own: bool) -> dict[str, Any] | None:
-    """Return what a snapshot says of its epoch, as far as it is true of this rank."""
+    """Return the epoch of a snapshot, as far as it is valid for this rank."""
     resume: dict[str, Any] | None = state["resume"]
     if resume is None:
         return None
-    if "draws" not in resume:  # as it was written at first
+    if "draws" not in resume:  # the form of earlier versions
         create = {"random": resume["random"], "generators": resume["generators"]}
         resume = {
             "has_begun": True,
@@ -402,7 +402,7 @@ def _goes_on(state: dict[str, Any], resume: dict[str, Any] | None) -> bool:
 
 
 def order_is_unknown(loader: Any) -> bool:
-    """Whether the order of this epoch was drawn unseen, so that a resume cannot draw it again."""
+    """Whether the draws of this epoch's order were not recorded, so no resume can repeat them."""
     epoch = _epoch_of(loader)
     if epoch is None or epoch.is_known or loader.num_workers == 0 or not _is_stateful(loader):
         return False
@@ -423,7 +423,7 @@ def _is_stateful(loader: Any) -> bool:
 
 def _restores_itself(loader: Any) -> bool:
     """Whether dataset or sampler have a state of their own that a stateful loader keeps."""
-    return any(hasattr(one, "state_dict") for one in (loader.dataset, *samplers_of(loader)))
+    return any(hasattr(part, "state_dict") for part in (loader.dataset, *samplers_of(loader)))
 
 
 def _has_first_iterator(loader: Any) -> bool:
@@ -432,7 +432,7 @@ def _has_first_iterator(loader: Any) -> bool:
 
 
 def _has_live_iterator(base: Any) -> bool:
-    """Whether the next epoch takes an iterator that is there already, whose seed was drawn."""
+    """Whether the next epoch uses an existing iterator, whose seed has been drawn."""
     if getattr(base, "_initial_iter_for_state_dict", False):
         return True
     is_kept = base.persistent_workers and base.num_workers > 0
@@ -441,10 +441,10 @@ def _has_live_iterator(base: Any) -> bool:
 
 @contextlib.contextmanager
 def _seeded_as_before(base: Any, *, draws: bool) -> Iterator[None]:
-    """Let the making of an iterator draw from its generator what it did in the saved run.
+    """Make the creation of an iterator draw from its generator as often as in the saved run.
 
-    A process that resumes starts worker processes where the saved run had them already, and a
-    restored stateful loader may make two iterators: each draws a seed.
+    A resumed process starts worker processes where the saved run had them already, and a restored
+    stateful loader may create two iterators: each of them draws a seed.
     """
     own = base.generator
     if draws and not _has_live_iterator(base) and getattr(base, "next_iter_state", None) is None:
@@ -462,13 +462,13 @@ def _seeded_as_before(base: Any, *, draws: bool) -> Iterator[None]:
 
 
 def _fetches_per_batch(loader: Any) -> int:
-    """Return how many batches of the base dataloader make one of all ranks."""
+    """Return how many batches of the base dataloader make one batch of all ranks."""
     is_joined = isinstance(loader, DataLoaderDispatcher) and not loader.split_batches
     return int(loader.state.num_processes) if is_joined else 1
 
 
 def _order_of(loader: Any) -> str:
-    """Return how the names of the generators begin that the order is drawn from."""
+    """Return the prefix of the names of the generators that the order is drawn from."""
     return "dataset" if isinstance(loader.dataset, IterableDataset) else "sampler"
 
 
@@ -480,15 +480,15 @@ def _count_of(sampler: Any) -> int | None:
 
 
 def _epoch_of(loader: Any) -> _Epoch | None:
-    """Return the notes on the sampler (or the iterable dataset) that ``loader`` draws from.
+    """Return the records of the sampler (or the iterable dataset) that ``loader`` draws from.
 
-    They hang on that object because ``skip_first_batches`` makes a new loader around it.
+    They are an attribute of that object, as ``skip_first_batches`` makes a new loader around it.
     """
     iterable = isinstance(loader.dataset, IterableDataset)
     anchors = [loader.dataset] if iterable else samplers_of(loader)[::-1]
     for anchor in anchors:
         attributes = getattr(anchor, "__dict__", None)
         if attributes is not None:
-            found: _Epoch = attributes.setdefault(_EPOCH, _Epoch())
-            return found
+            epoch: _Epoch = attributes.setdefault(_EPOCH, _Epoch())
+            return epoch
     return None

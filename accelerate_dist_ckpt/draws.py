@@ -1,8 +1,8 @@
-"""Which random numbers the order of a dataloader's samples is drawn from.
+"""The random number generators that the order of a dataloader's samples is drawn from.
 
-Here: the generators that hang on a dataloader, their states, and the watch on one iterable object
-that lets a draw be noted or repeated. Not here: epochs and their resumption (``dataloaders``).
-Runs on every rank for itself.
+Here: the generators of a dataloader, their states, and the watch on one iterable object by which
+draws are recorded or repeated. Not here: epochs and their resumption (``dataloaders``). Runs on
+every rank, locally.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from accelerate_dist_ckpt.rng import host_state, set_host_state
 
 __all__ = ["Draw", "batches_of", "samplers_of", "set_draw", "source_of", "watched"]
 
-_MOST_WRAPPERS: Final = 16  # objects may refer to each other in a circle
+_MOST_WRAPPERS: Final = 16  # objects may refer to each other in a cycle
 
 
 def batches_of(loader: Any) -> Any:
-    """Return what yields a loader's batches of indices."""
+    """Return the object that yields a loader's batches of indices."""
     is_sampler = isinstance(loader.sampler, BatchSampler) or loader.batch_sampler is None
     return loader.sampler if is_sampler else loader.batch_sampler
 
@@ -37,12 +37,12 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def source_of(dataset: Any, batches: Any, num_workers: int) -> Any:
-    """Return the object of the user's whose iteration draws the order; None if it is not here.
+    """Return the user's object whose iteration draws the order; None if it is in another process.
 
     Args:
-        dataset: The loader's.
-        batches: What yields the loader's batches of indices.
-        num_workers: Worker processes iterate over iterable datasets themselves.
+        dataset: The loader's dataset.
+        batches: The object that yields the loader's batches of indices.
+        num_workers: Number of worker processes, which iterate over iterable datasets themselves.
     """
     if not isinstance(dataset, IterableDataset):
         while isinstance(batches, BatchSamplerShard | SkipBatchSampler):
@@ -54,30 +54,30 @@ def source_of(dataset: Any, batches: Any, num_workers: int) -> Any:
 
 
 def _nested(outermost: Any, names: tuple[str, ...]) -> list[Any]:
-    found: list[Any] = []
+    objects: list[Any] = []
     inner = outermost
-    while inner is not None and len(found) < _MOST_WRAPPERS:
-        found.append(inner)
+    while inner is not None and len(objects) < _MOST_WRAPPERS:
+        objects.append(inner)
         values = (getattr(inner, name, None) for name in names)
         inner = next((value for value in values if value is not None), None)
-    return found
+    return objects
 
 
 class Draw:
-    """The states of all generators before something is drawn, in this process and by a loader."""
+    """The states of all generators before a draw: the process's global ones and a loader's own."""
 
     def __init__(self, loader: Any) -> None:
-        """Take the states of now."""
+        """Take the present states."""
         self._loader = loader
         self._host = host_state()
-        self._own = {name: _state(one) for name, one in _generators(loader).items()}
+        self._own = {name: _state(generator) for name, generator in _generators(loader).items()}
 
     def states(self) -> dict[str, Any]:
         """Return them."""
         return {"random": self._host, "generators": self._own}
 
     def changes(self) -> dict[str, Any]:
-        """Return those of them that something was drawn from since; empty if nothing was."""
+        """Return the states of the generators that were used since; empty if none was."""
         now = Draw(self._loader)
         host, own = _differing(self._host, now._host), _differing(self._own, now._own)
         return {"random": host, "generators": own} if host or own else {}
@@ -87,21 +87,21 @@ class Draw:
         set_draw(self._loader, self.states())
 
     def put_back_host(self) -> None:
-        """Set the generators that are not the loader's."""
+        """Set the global generators to these states."""
         set_host_state(self._host)
 
 
 def set_draw(loader: Any, states: dict[str, Any], *, but: str | None = None) -> None:
-    """Set generators to states that were noted.
+    """Set generators to recorded states.
 
     Args:
-        loader: Whose generators are meant.
+        loader: The loader with the generators.
         states: Of ``Draw.states`` or ``Draw.changes``.
-        but: How the names of those begin that are left as they are.
+        but: Prefix of the names of generators that are not set.
     """
     set_host_state(states["random"] or {})
     generators = _generators(loader)
-    kept = {id(one) for name, one in generators.items() if but and name.startswith(but)}
+    kept = {id(value) for name, value in generators.items() if but and name.startswith(but)}
     for name, generator in generators.items():
         if name in states["generators"] and id(generator) not in kept:
             _set_state(generator, states["generators"][name])
@@ -116,25 +116,25 @@ def _differing(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 def _generators(loader: Any) -> dict[str, Any]:
     """Return the generators that are attributes of a loader, its samplers and datasets.
 
-    The innermost sampler and dataset have the plain names: what Accelerate puts around them differs
-    between a loader, what ``skip_first_batches`` makes of it, and other numbers of ranks.
+    The innermost sampler and dataset have the names without a number: Accelerate's wrappers around
+    them differ between a loader, the loader of ``skip_first_batches``, and other numbers of ranks.
     """
     places: dict[str, Any] = {}
     for depth, sampler in enumerate(reversed(samplers_of(loader))):
         places["sampler" if depth == 0 else f"sampler+{depth}"] = sampler
     for depth, dataset in enumerate(reversed(_nested(loader.dataset, ("dataset",)))):
         places["dataset" if depth == 0 else f"dataset+{depth}"] = dataset
-    found: dict[str, Any] = {}
+    generators: dict[str, Any] = {}
     own = getattr(loader, "generator", None)
     if _is_generator(own):
-        found["loader"] = own
+        generators["loader"] = own
     for place, value in places.items():
         attributes = {"generator": getattr(value, "generator", None)}
         attributes |= getattr(value, "__dict__", {})
-        for name, one in attributes.items():
-            if _is_generator(one):
-                found[place if name == "generator" else f"{place}.{name}"] = one
-    return found
+        for name, attribute in attributes.items():
+            if _is_generator(attribute):
+                generators[place if name == "generator" else f"{place}.{name}"] = attribute
+    return generators
 
 
 def _is_generator(value: Any) -> bool:
@@ -178,18 +178,18 @@ _WATCHED: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def watched(target: Any, watch: _Watch) -> Iterator[None]:
-    """Let ``watch`` make the iterators of one object, for as long as the context is open.
+    """Let ``watch`` make the iterators of one object while the context is open.
 
     Python looks ``__iter__`` up on the class, so the object gets another class for that time.
-    Objects whose class cannot be changed, a list say, are not watched.
+    Objects whose class cannot be changed (a list, for example) are not watched.
 
     Args:
-        target: What is iterated over.
-        watch: Gets the object's own way to make an iterator, and returns the iterator to use.
+        target: The object that is iterated over.
+        watch: Gets a function that makes the object's own iterator, returns the iterator to use.
     """
     cls = type(target)
     try:
-        if id(target) in _WATCHES:  # an iteration within the beginning of another one
+        if id(target) in _WATCHES:  # an iteration inside the beginning of another one
             raise TypeError
         target.__class__ = _watched_class(cls)
     except (TypeError, AttributeError):
@@ -215,7 +215,7 @@ def _watched_class(cls: type) -> type:
         return iterator
 
     def reduce(self: Any, protocol: Any) -> Any:
-        """A copy is of the object's own class."""
+        """Make copies have the object's own class."""
         ours = type(self)
         self.__class__ = cls
         try:

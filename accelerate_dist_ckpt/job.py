@@ -17,10 +17,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_ckpt.derive import without_wrappers
+
 __all__ = ["Job", "canonical", "is_sharded"]
 
 _NOT_WRAPPED = frozenset({DistributedType.NO, DistributedType.FSDP})
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ def canonical(name: str, model: nn.Module) -> str:
     """Return a name in ``model.state_dict()`` as it is without wrappers."""
     if isinstance(model, DistributedDataParallel):
         name = name.removeprefix("module.")
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return without_wrappers(name)
 
 
 def _replicas(accelerator: Accelerator, models: tuple[nn.Module, ...]) -> Literal["equal"] | None:

@@ -77,7 +77,7 @@ class Registration:
         return self._saver
 
     def sinks(self, accelerator: Accelerator) -> tuple[EventSink, ...]:
-        """Return where the events of all saves go; the same ones each time."""
+        """Return the sinks for the events of all saves; the same ones at each call."""
         if self._sinks is None:
             config, rank = self.io.config, accelerator.process_index
             trackers = [self._trackers] if config.log_metrics and rank == 0 else []
@@ -217,7 +217,7 @@ class Registration:
             logger.exception("a checkpoint was not finished")
 
     def flush(self, accelerator: Accelerator) -> None:
-        """Log what is known of saves, by the thread that trains."""
+        """Pass new numbers to the trackers; called by the training thread."""
         self._trackers.flush(accelerator, self.step)
 
     @property

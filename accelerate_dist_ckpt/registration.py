@@ -143,9 +143,9 @@ def register_checkpoint_io(target: Accelerator, io: DistCkptIO) -> CheckpointIOH
 
 
 def _refuse_trainer(accelerator: Accelerator) -> None:
-    """Refuse an Accelerator whose states nobody will save.
+    """Refuse the Accelerator of a ``transformers.Trainer``, which never calls ``save_state``.
 
-    A Trainer makes it, and nothing on it leads back: so the Trainers are searched for.
+    It has no reference to its Trainer, so the live Trainers are searched.
     """
     if "transformers.trainer" not in sys.modules:
         return

@@ -136,7 +136,7 @@ def save_state(accelerator: Accelerator, registration: Registration, output_dir:
 def _savers(
     accelerator: Accelerator, registration: Registration, attendance: Attendance
 ) -> tuple[BackgroundSaver | None, Communicator]:
-    """Return what saves in the background, if that is wanted, and the ranks that take part."""
+    """Return the background saver, None for a save that blocks, and the ranks that take part."""
     if attendance == "alone":
         registration.drain()
         return None, single_process()
@@ -315,7 +315,7 @@ def _model_values(
 
 
 def _chosen(weights: Mapping[str, Any], names: Sequence[str], model: nn.Module) -> dict[str, Any]:
-    """Return the entries of these names, and what the modules noted of themselves."""
+    """Return the entries of these names, with the modules' metadata."""
     chosen: OrderedDict[str, Any] = OrderedDict(
         (canonical(name, model), weights[name]) for name in names if name in weights
     )

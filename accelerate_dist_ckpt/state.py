@@ -64,12 +64,12 @@ def _optimizer_steps(accelerator: Accelerator, job: Job) -> int:
 
 
 def rank_state(accelerator: Accelerator, job: Job) -> StateDict:
-    """Return what this rank has for itself."""
+    """Return this rank's own values."""
     for index, loader in enumerate(job.dataloaders):
         if order_is_unknown(loader) and accelerator.is_main_process:
             warnings.warn(
-                f"The order of dataloader {index} was drawn by its worker processes when it was "
-                "prepared, unseen: a run that resumes this epoch gets another one. Register the "
+                f"The order of dataloader {index} was drawn when it was prepared, and the draws "
+                "were not recorded: a run that resumes this epoch gets another order. Register the "
                 "checkpoint IO before prepare(); with use_seedable_sampler=True, a stateful loader "
                 "with workers draws its first epoch from a sampler that Accelerate then replaces.",
                 stacklevel=2,

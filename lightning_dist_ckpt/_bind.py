@@ -40,9 +40,9 @@ _UNSUPPORTED = frozenset({"DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLASt
 _RELIED_ON = frozenset(
     {"__class__", "__reduce__", "checkpoint_io", "restore_checkpoint_after_setup"}
 )
-"""What of a strategy decides how it is bound, pickled or read, besides what is put in its place."""
-_GONE_PAST = frozenset({"load_checkpoint", "save_checkpoint"})
-"""What of a plugin no Trainer calls that is bound."""
+"""Further names of a strategy that binding, pickling or loading rely on."""
+_NOT_CALLED = frozenset({"load_checkpoint", "save_checkpoint"})
+"""Methods of a plugin that a bound Trainer does not call."""
 
 
 def bind(trainer: Any, callback: Any = None) -> None:
@@ -55,9 +55,9 @@ def bind(trainer: Any, callback: Any = None) -> None:
         callback: Ours.
 
     Raises:
-        ConfigError: Its strategy is not supported; a class of other people defines what is
-            replaced; nothing can be saved where it is to go; or it has no DistCkptIO and is to load
-            what one has saved.
+        ConfigError: Its strategy is not supported; a third-party class defines what is replaced; a
+            folder of checkpoints cannot be written to; or it has no DistCkptIO and is to load a
+            checkpoint of ours.
     """
     strategy = trainer.strategy
     chain = list(_plugins(trainer))
@@ -90,7 +90,7 @@ def _is_bound(strategy: Any) -> bool:
 
 
 def _unbind(trainer: Any) -> None:
-    """Undo ``bind`` on a strategy that was given another plugin since."""
+    """Undo ``bind`` on a strategy that has got another plugin since."""
     if not _is_bound(trainer.strategy):
         return
     del trainer.strategy.dist_ckpt_binding
@@ -103,23 +103,23 @@ def _unbind(trainer: Any) -> None:
 def _replaced(
     trainer: Any, chain: Sequence[Any], *, watches: bool
 ) -> Iterator[tuple[str, object, Collection[str]]]:
-    """Yield what is bound, or gone past: its role, the object, the names."""
+    """Yield what is replaced or not called any more: role, object, names."""
     yield "strategy", trainer.strategy, OVERRIDDEN | _RELIED_ON
     *wrappers, io = chain
     for wrapper in wrappers:
-        yield "plugin", wrapper, _GONE_PAST | {"remove_checkpoint"}
-    yield "plugin", io, _GONE_PAST
+        yield "plugin", wrapper, _NOT_CALLED | {"remove_checkpoint"}
+    yield "plugin", io, _NOT_CALLED
     for callback in model_checkpoints(trainer) if watches else ():
         yield "callback", callback, REPLACED
 
 
 def _refuse_ours(trainer: Any) -> None:
-    """Refuse to give Lightning a checkpoint of ours, which it does not read."""
+    """Refuse to let Lightning load a checkpoint of ours, which it cannot read."""
     path = noted_path(trainer._checkpoint_connector)  # noqa: SLF001 - Lightning's
     if path is not None and not is_stock(path) and is_checkpoint(path):
         raise ConfigError(
-            f"{path} is a checkpoint directory of DistCkptIO, which this Trainer is without.",
-            hint="give it Trainer(plugins=[DistCkptIO()]), or make a file for stock Lightning: "
+            f"{path} is a checkpoint directory of DistCkptIO, and this Trainer has no such plugin.",
+            hint="use Trainer(plugins=[DistCkptIO()]), or make a file for stock Lightning: "
             "lightning_dist_ckpt.export_to_file().",
         )
 
@@ -140,7 +140,7 @@ def check_saved_optimizers(trainer: Any) -> None:
         check_optimizers(trainer.strategy.optimizers, [trainer.strategy.model])
     except InvalidShardingError as error:
         hook = type(trainer.lightning_module).on_save_checkpoint
-        if hook.__module__.partition(".")[0] in {"lightning", "pytorch_lightning"}:
+        if is_lightnings_own(hook):
             raise
         warnings.warn(
             f"saves fail unless on_save_checkpoint leaves optimizers out: {error}", stacklevel=2

@@ -15,10 +15,10 @@ __all__ = ["DistCkptCallback"]
 
 
 class DistCkptCallback:
-    """Refuse what the plugin of a Fabric cannot do there, when a module is set up."""
+    """Checks the plugin of a Fabric when a module is set up."""
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Look at the plugin."""
+        """Refuse fields that have no effect in Fabric."""
         del module
         io = vars(fabric.strategy).get("_checkpoint_io")
         if isinstance(io, DistCkptIO):

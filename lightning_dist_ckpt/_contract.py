@@ -1,17 +1,18 @@
-"""What other people's classes define of the methods that a bound Trainer no longer calls.
+"""Detection of third-party methods that a bound Trainer would no longer call.
 
-Here: finding such definitions, and the refusal that names them. Not here: when that is done
-(``_bind``), the methods that are put in their place (``_overrides``, ``_model_checkpoint``).
+Here: finding such definitions, and the error that names them. Not here: when they are looked for
+(``_bind``), the methods that replace them (``_overrides``, ``_model_checkpoint``).
 
-A class that saves or loads in its own way knows something that we do not: a layout that its tensors
-do not tell, bytes that go elsewhere. To replace its methods would lose that in silence. Whoever
-knows that nothing is lost says so: ``dist_ckpt_supported = True`` in a class covers what this class
-and its bases define, and not what a subclass adds.
+A class that saves or loads in its own way may rely on something that we cannot see: a layout that
+its tensors do not describe, files that it writes elsewhere. Replacing its methods would lose that
+silently. An author who knows that nothing is lost opts in: ``dist_ckpt_supported = True`` in a
+class covers the definitions of this class and its bases, not those of a subclass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from dist_ckpt.errors import ConfigError
 
@@ -21,18 +22,18 @@ _OPT_IN = "dist_ckpt_supported"
 _OWN = frozenset({"lightning", "pytorch_lightning", "lightning_fabric", "lightning_dist_ckpt"})
 
 
-def is_lightnings_own(cls: type) -> bool:
-    """Whether a class is defined in Lightning, under any of its names, or by us."""
-    return cls.__module__.partition(".")[0] in _OWN
+def is_lightnings_own(definition: Any) -> bool:
+    """Whether a class or function is defined in Lightning, under any of its names, or by us."""
+    return definition.__module__.partition(".")[0] in _OWN
 
 
 def foreign_definitions(one: object, names: Collection[str]) -> list[str]:
-    """Return which of ``names`` an object has from a class that is not Lightning's, or of itself.
+    """Return which of ``names`` an object has from a third-party class or as an attribute.
 
-    Only what is in effect counts, not what stands behind Lightning's own definition.
+    Only definitions in effect count, not those that Lightning's own definition overrides.
 
     Returns:
-        ``Class.name`` for each that nobody has opted in for.
+        ``Class.name`` for each definition without an opt-in.
     """
     mro = [cls for cls in type(one).__mro__ if "dist_ckpt_base" not in vars(cls)]
     # An attribute of the object itself would hide our method: no class can opt in for that.
@@ -51,13 +52,13 @@ def foreign_definitions(one: object, names: Collection[str]) -> list[str]:
 
 
 def check_contract(replaced: Iterable[tuple[str, object, Collection[str]]]) -> None:
-    """Refuse what we would go past.
+    """Refuse third-party definitions that would not be called.
 
     Args:
-        replaced: What an object is, the object, and the names that we replace or do not call.
+        replaced: Role of an object, the object, and the names that we replace or do not call.
 
     Raises:
-        ConfigError: Some of them are defined by other people; all are named.
+        ConfigError: Third-party classes define some of them; all are named.
     """
     found = [
         f"{role} {definition}"

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from dist_ckpt.derive import without_wrappers
+
 if TYPE_CHECKING:
     from dist_ckpt.types import StateDict
 
@@ -23,7 +25,6 @@ __all__ = [
     "DIRECT",
     "EXTRA",
     "FRAMEWORK",
-    "canonical_name",
     "common_of",
     "lightning_dict",
     "named_as_in",
@@ -35,15 +36,9 @@ DIRECT = "lightning_direct"
 """In the common part: a whole value that one process saved for itself."""
 
 EXTRA = "state_dict_extra"
-"""In the dict of checkpoints of before models' documents: what ``get_extra_state`` returned."""
+"""In the dict of checkpoints of earlier versions: the results of ``get_extra_state``."""
 
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _APART = frozenset({"state_dict", "optimizer_states"})
-
-
-def canonical_name(name: str) -> str:
-    """Return a name of a state dict without the traces of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def common_of(checkpoint: Mapping[str, Any]) -> StateDict:
@@ -95,21 +90,22 @@ def _at_step(fit_loop: StateDict, step: int) -> StateDict:
 def named_as_in(module: nn.Module, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return ``values`` with the names that ``module`` uses (with or without ``_orig_mod``).
 
-    ``_metadata``, if there is any, goes along under the modules' names.
+    ``_metadata``, if there is any, is renamed likewise.
     """
-    actual = {canonical_name(name): name for name, _ in module.named_modules()}
+    actual = {without_wrappers(name): name for name, _ in module.named_modules()}
     if all(name == used for name, used in actual.items()):
         return values
     renamed: OrderedDict[str, Any] = OrderedDict()
     for name, value in values.items():
-        parent, short = canonical_name(name), ""
+        parent, short = without_wrappers(name), ""
         while parent and parent not in actual:
             parent, _, last = parent.rpartition(".")
             short = f"{last}.{short}" if short else last
         renamed[f"{actual[parent]}.{short}".strip(".")] = value
-    noted = getattr(values, "_metadata", None)
-    if noted is not None:
+    metadata = getattr(values, "_metadata", None)
+    if metadata is not None:
         vars(renamed)["_metadata"] = OrderedDict(
-            (actual.get(canonical_name(prefix), prefix), one) for prefix, one in noted.items()
+            (actual.get(without_wrappers(prefix), prefix), of_module)
+            for prefix, of_module in metadata.items()
         )
     return renamed

@@ -1,10 +1,11 @@
-"""What a DistCkptIO cannot do in Fabric: refused, not ignored.
+"""Refusal of the fields of a DistCkptIO that have no effect in Fabric.
 
-Here: which fields those are, and whether Fabric holds a plugin. Not here: the callback that asks as
-early as it can (``_callback_fabric``).
+Here: these fields, and whether a Fabric holds a plugin. Not here: the callback that checks as early
+as possible (``_callback_fabric``).
 
-Fabric calls a plugin for each save and load, and has no steps and no end that a plugin could see.
-So nobody would raise what fails in the background, wait for it, or save when the job is to go.
+Fabric calls a plugin for each save and load; a plugin sees neither steps nor the end of the
+program. So there is no place to raise failures of background saves, to wait for them, or to save
+before a preemption.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _STRATEGY = ("lightning.fabric.strategies.strategy", "lightning_fabric.strategie
 
 
 def check_fields(io: DistCkptIO) -> None:
-    """Refuse a plugin of a Fabric that asks for what is not done there.
+    """Refuse a plugin of a Fabric with fields that have no effect there.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: Such fields are set; all are named.
     """
     wrong = [f"{name}=True" for name in _UNSERVED if getattr(io.config, name)]
     if io.config.enabled and wrong:
@@ -39,24 +40,24 @@ def check_fields(io: DistCkptIO) -> None:
 
 
 def check_holder(io: DistCkptIO) -> None:
-    """Do the same for a plugin that is called directly, if it is a Fabric's.
+    """Check the fields of a plugin that is called directly, if a Fabric holds it.
 
     Raises:
-        ConfigError: A strategy of Fabric holds it, and it asks for too much.
+        ConfigError: A strategy of Fabric holds it, and fields are set that have no effect there.
     """
-    asks_too_much = any(getattr(io.config, name) for name in _UNSERVED)
-    if asks_too_much and any(vars(one).get("_checkpoint_io") is io for one in _strategies()):
+    is_affected = any(getattr(io.config, name) for name in _UNSERVED)
+    if is_affected and any(vars(one).get("_checkpoint_io") is io for one in _strategies()):
         check_fields(io)
 
 
 def _strategies() -> list[object]:
-    """Return the strategies of all Fabrics: a plugin is not told who holds it."""
-    kinds: dict[type, bool] = {}
-    found = []
-    for one in gc.get_objects():
-        kind = type(one)
-        if kind not in kinds:
-            kinds[kind] = any(base.__module__ in _STRATEGY for base in kind.__mro__)
-        if kinds[kind]:
-            found.append(one)
-    return found
+    """Return the strategies of all Fabrics; a plugin has no reference to its strategy."""
+    is_strategy: dict[type, bool] = {}
+    strategies = []
+    for candidate in gc.get_objects():
+        cls = type(candidate)
+        if cls not in is_strategy:
+            is_strategy[cls] = any(base.__module__ in _STRATEGY for base in cls.__mro__)
+        if is_strategy[cls]:
+            strategies.append(candidate)
+    return strategies

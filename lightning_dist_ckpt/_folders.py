@@ -1,9 +1,9 @@
-"""Where a fit will save, looked at before it begins.
+"""Check of the folders that a fit will save to, before it begins.
 
-Here: the folders of a Trainer, and what is wrong with one. Not here: saving. On every rank.
+Here: the folders of a Trainer, and the check of each. Not here: saving. On every rank.
 
-A folder that cannot be made would otherwise fail at the first save, hours later. Nothing is made or
-written to find out.
+A folder that cannot be created would otherwise fail at the first save, hours later. The check
+creates and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_folders", "is_url", "without_scheme"]
 
-_LOCAL = ("file://", "local://")  # fsspec's names for what needs none
+_LOCAL = ("file://", "local://")  # fsspec's schemes for local paths
 _FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
@@ -45,8 +45,8 @@ def check_folders(trainer: Any, io: DistCkptIO) -> None:
         ConfigError: On every rank; all folders and ranks are named.
     """
     comm = all_processes(timeout_secs=io.config.timeout_secs)
-    told = comm.map_reduce(
-        "looking at where checkpoints go",
+    problems_by_rank = comm.map_reduce(
+        "checking the folders of checkpoints",
         lambda: [
             f"{whose} {folder}: {problem}"
             for whose, folder in _folders(trainer, preemption=io.config.preemption)
@@ -55,7 +55,7 @@ def check_folders(trainer: Any, io: DistCkptIO) -> None:
         list,
     )
     ranks_of: dict[str, list[int]] = {}
-    for rank, problems in enumerate(told):
+    for rank, problems in enumerate(problems_by_rank):
         for problem in problems:
             ranks_of.setdefault(problem, []).append(rank)
     if ranks_of:
@@ -70,7 +70,7 @@ def check_folders(trainer: Any, io: DistCkptIO) -> None:
 
 
 def _folders(trainer: Any, *, preemption: bool) -> Iterator[tuple[str, str]]:
-    """Yield where this fit may save, each with who says so."""
+    """Yield the folders that this fit may save to, each with the setting that names it."""
     if trainer.fast_dev_run:
         return
     root = trainer.default_root_dir
@@ -96,7 +96,7 @@ def _folders(trainer: Any, *, preemption: bool) -> Iterator[tuple[str, str]]:
 
 
 def _problem(folder: str) -> str | None:
-    """Return why nothing can be saved in a folder, if it is so."""
+    """Return why nothing can be saved in a folder; None if it can."""
     if is_url(folder):
         return "is on no local or mounted file system"
     at = Path(without_scheme(folder)).absolute()

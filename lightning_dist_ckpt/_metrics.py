@@ -1,8 +1,8 @@
-"""Who is told about the saves of a Trainer: its log, file of events, and loggers.
+"""Sinks for the events of a Trainer's saves: the log, the file of events, and the loggers.
 
-Here: the sinks, and one that keeps numbers for the loggers until the thread that trains takes them,
-as they are not made for other threads. Not here: the events (``dist_ckpt.events``), when loggers
-are called (``_fit_saves``, ``_overrides``).
+Here: the sinks, and one that keeps numbers for the loggers until the training thread passes them
+on, as loggers are not thread-safe. Not here: the events (``dist_ckpt.events``), when loggers are
+called (``_fit_saves``, ``_overrides``).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _Save: TypeAlias = "tuple[bool, int]"
 
 
 class SaveEvents:
-    """Where the events of a Trainer's saves go, on one rank.
+    """The sinks of a Trainer's saves, on one rank.
 
     Args:
         trainer: The Trainer.
         config: The plugin's choices.
 
     Attributes:
-        sinks: For all of its saves, also in the background.
+        sinks: For all of its saves, in the background or not.
     """
 
     def __init__(self, trainer: Any, config: DistCkptConfig) -> None:
@@ -48,7 +48,7 @@ class SaveEvents:
         self.sinks = sinks_of(config.events_file, trainer.global_rank, extra)
 
     def begin(self) -> None:
-        """Take note of the step of the save that begins."""
+        """Note the step of the save that begins."""
         if self._metrics is not None:
             self._metrics.step = self._trainer.global_step
 
@@ -58,7 +58,7 @@ class SaveEvents:
         return self._metrics is not None and self._metrics.has_rows
 
     def log(self) -> None:
-        """Tell the loggers what is new; one that fails is not the save's trouble."""
+        """Pass new numbers to the loggers; the failure of a logger is logged, not raised."""
         rows = [] if self._metrics is None else self._metrics.take()
         if not rows:
             return
@@ -68,7 +68,7 @@ class SaveEvents:
                     one.log_metrics(values, step=step)
                 one.save()
             except Exception:
-                logger.exception("a logger did not take what saves cost: %s", rows)
+                logger.exception("a logger failed to log the metrics of saves: %s", rows)
 
 
 class SaveMetrics:

@@ -82,10 +82,10 @@ class Binding:
         resumed_from: What it is called without links.
         saves: Those of the fit that is running, if they go on in the background.
         preemption: Of the fit that is running, if it stops when it is told to.
-        state_dict: What Lightning was given as the model's state dict for the save that is being
-            prepared: whatever differs from it is a hook's.
-        swept: Where this Trainer has looked for what dead saves left.
-        memory: What a save that blocks leaves for the next, until the end of the run.
+        state_dict: The model's state dict that Lightning got for the save in preparation: any
+            difference was made by a hook.
+        swept: Folders in which this Trainer has removed leftovers of dead saves.
+        memory: The plan that saves that block reuse, until the end of the run.
     """
 
     io: DistCkptIO
@@ -404,7 +404,7 @@ class _Overrides:
         finally:
             if preemption is not None:
                 preemption.close()
-            binding.memory = SaveMemory()  # it holds where the model was
+            binding.memory = SaveMemory()  # the old one refers to the model's memory
             _stock(self).teardown()
 
 

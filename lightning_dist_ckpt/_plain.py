@@ -18,10 +18,10 @@ from dist_ckpt.derive import (
     copy_box,
     load_optimizer_state,
     model_layout,
+    without_wrappers,
 )
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.mapping import ShardedTensor
-from lightning_dist_ckpt._document import canonical_name
 
 __all__ = ["load_whole_optimizer"]
 
@@ -43,7 +43,7 @@ def load_whole_optimizer(optimizer: Any, model: nn.Module, state: Mapping[str, A
             f"parameter(s) stored, {len(names)} now."
         )
     name_of = {
-        key: canonical_name(key) if isinstance(key, str) else name
+        key: without_wrappers(key) if isinstance(key, str) else name
         for key, name in zip(saved, names, strict=True)
     }
     loaded: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that are not read yet, in the dict that user hooks see and may edit.
+"""Parts of a checkpoint that have not been read yet, in the dict that user hooks may edit.
 
 Here: ``StoredModel`` and ``StoredOptimizer``. Not here: when they are made and used
 (``_overrides``), reading (``dist_ckpt.training_state``). On every rank alike.
@@ -54,7 +54,7 @@ class StoredModel(MutableMapping[str, Any]):
 
     @property
     def entries(self) -> dict[str, Any] | None:
-        """All entries, ``STORED`` for those that nobody has read; None if nothing was touched."""
+        """All entries, ``STORED`` for those that were not read; None if none was read or edited."""
         return dict(self._entries) if self._is_edited else None
 
     def __getitem__(self, name: str) -> Any:

@@ -84,8 +84,8 @@ class PlannedSave:
 
 
 _Arrival: TypeAlias = "tuple[int, RankView | bytes | None]"
-"""What a rank tells: the number of the plan that it remembers, and its description; if that is the
-one of the plan, only the digest of its common part, or None without one. A plain tuple: with the
+"""A rank's message: the number of the plan that it remembers, and its description. If that is the
+plan's, only the digest of its common part, or None without one. A plain tuple: pickled with the
 name of a class it would be twice as long."""
 
 
@@ -124,11 +124,11 @@ class AsyncPlanner:
     same, element by element: then one small exchange is all there is.
 
     Args:
-        writer: Who writes what is planned, if that is done in the background.
+        writer: The writer of the planned saves, if they are written in the background.
     """
 
     def __init__(self, writer: Writer | None = None) -> None:
-        """Know of no plan."""
+        """Start without a plan."""
         self.writer = writer
         self.name = secrets.token_hex(8)
         self._known: _Known | None = None
@@ -296,7 +296,7 @@ class _Step:
         return self.coordinator.attempt.directory
 
     def _absolute(self, directory: Path) -> Path:
-        """Return the target as rank 0 has made it out, whose working directory may be another."""
+        """Return the target as rank 0 resolves it, whose working directory may differ."""
         target = Path(os.path.abspath(self.target))  # noqa: PTH100 - resolve() would follow a link
         return target if self.options.staging_dir is not None else directory.parent / target.name
 

@@ -82,7 +82,7 @@ class _Answer:
 
 
 class CheckpointChild(SpawnProcess):
-    """The process, which torch's callers look for among the ``processes`` of one."""
+    """The process, with the interface of torch's ``ProcessContext`` (``processes``, ``pids``)."""
 
     @property
     def processes(self) -> list[Self]:

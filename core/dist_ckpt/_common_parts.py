@@ -1,7 +1,7 @@
-"""Do the ranks of a save have the same common part.
+"""Comparison of the ranks' common parts at a save.
 
-Here: digests of its values, and what is logged where they differ. Not here: when that is looked at
-(``_saving``). Rank 0's part is stored, whatever is found.
+Here: digests of the values, and the warning where they differ. Not here: when they are compared
+(``_saving``). Rank 0's part is stored in any case.
 """
 
 from __future__ import annotations
@@ -32,31 +32,29 @@ logger = logging.getLogger(__name__)
 def preprocessed(
     common: StateDict, preprocess: Callable[[StateDict], StateDict] | None
 ) -> StateDict:
-    """Return what is compared: what ``preprocess`` makes of a copy; tensors are not copied.
+    """Return the dict to compare: the result of ``preprocess`` for a copy that shares tensors.
 
     Raises:
-        ConfigError: It returns no dict.
+        ConfigError: It does not return a dict.
     """
     if preprocess is None:
         return common
-    tensors = {id(one): one for _, one in nested_items_with_path(common) if _is_tensor(one)}
-    found = preprocess(copy.deepcopy(common, dict(tensors)))
-    if not isinstance(found, dict):
+    leaves = (leaf for _, leaf in nested_items_with_path(common))
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    compared = preprocess(copy.deepcopy(common, dict(tensors)))
+    if not isinstance(compared, dict):
         raise ConfigError(
             "preprocess_common_before_consistancy_check returned a "
-            f"{type(found).__name__}, expected the state dict to compare."
+            f"{type(compared).__name__}, expected the state dict to compare."
         )
-    return found
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+    return compared
 
 
 def digest_of(common: StateDict) -> bytes:
-    """Return 16 bytes that are equal for equal parts; equal values may have two digests.
+    """Return 16 bytes that differ if the parts differ, as far as they can be compared.
 
-    Never raises: what cannot be compared is no reason to fail a save.
+    Equal parts may have two digests. Never raises: values that cannot be compared are no reason to
+    fail a save.
     """
     digest = hashlib.blake2b(digest_size=16)
     try:
@@ -68,9 +66,9 @@ def digest_of(common: StateDict) -> bytes:
 
 
 def _feed(digest: Any, value: Any, inside: set[int]) -> None:
-    """Add a value, so that neither order of sets and dicts nor addresses count.
+    """Add a value; neither the order of sets and dicts nor addresses influence the digest.
 
-    ``inside`` has the ids of the values that this one stands in: one of them ends here.
+    ``inside`` has the ids of the containers around this value: a cycle ends at the first of them.
     """
     digest.update(f"<{type(value).__qualname__}>".encode())
     if id(value) in inside:
@@ -83,8 +81,8 @@ def _feed(digest: Any, value: Any, inside: set[int]) -> None:
             _feed(digest, key, inside)
             _feed(digest, value[key], inside)
     elif isinstance(value, list | tuple):
-        for one in value:
-            _feed(digest, one, inside)
+        for item in value:
+            _feed(digest, item, inside)
     elif isinstance(value, set | frozenset):
         digest.update(repr(sorted(map(repr, value))).encode())
     elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -103,8 +101,8 @@ def _feed_tensor(digest: Any, tensor: torch.Tensor) -> None:
     digest.update(f"{tensor.dtype}{tensor.layout}".encode())
     parts = strided_parts(tensor)
     if parts is not None:
-        for one in parts:
-            _feed_tensor(digest, one)
+        for part in parts:
+            _feed_tensor(digest, part)
         return
     digest.update(f"{tuple(tensor.shape)}".encode())
     if tensor.numel() and not tensor.is_meta:
@@ -113,34 +111,34 @@ def _feed_tensor(digest: Any, tensor: torch.Tensor) -> None:
 
 
 def compare_common(comm: Communicator, common: StateDict) -> None:
-    """Find out where ranks differ from rank 0, whose values they get, and log it. Collective.
+    """Log where the ranks' common parts differ from rank 0's. Collective.
 
     Rank 0 logs one warning with all ranks and places; a rank that differs logs its own.
     """
     packed = comm.broadcast("comparing common parts", lambda: _packed(common))
-    found = _found(packed, common) if comm.rank else ""
+    own = _differences_to(packed, common) if comm.rank else ""
 
     def of_all(lines: Sequence[str]) -> str:
-        return shortened([f"rank {rank}: {one}" for rank, one in enumerate(lines) if one])
+        return shortened([f"rank {rank}: {line}" for rank, line in enumerate(lines) if line])
 
-    told = comm.map_reduce("telling where common parts differ", lambda: found, of_all)
-    if told and (comm.rank == 0 or found):
+    every = comm.map_reduce("reporting where common parts differ", lambda: own, of_all)
+    if every and (comm.rank == 0 or own):
         logger.warning(
             "the common parts of the state dict differ, rank 0's is stored. %s",
-            told if comm.rank == 0 else f"rank {comm.rank}: {found}",
+            every if comm.rank == 0 else f"rank {comm.rank}: {own}",
         )
 
 
 def _packed(common: StateDict) -> bytes | None:
-    """Return the part for the other processes of this job; None if it has what is not picklable."""
+    """Return the pickled part, for the other processes of this job; None if that is impossible."""
     try:
         return pickle.dumps(common)
     except Exception:  # noqa: BLE001 - of any class of the user's
         return None
 
 
-def _found(packed: bytes | None, common: StateDict) -> str:
-    """Return where this rank's part differs from a packed one; nothing if it does not."""
+def _differences_to(packed: bytes | None, common: StateDict) -> str:
+    """Return where this rank's part differs from a packed one; empty if they are equal."""
     unknown = "values that cannot be sent to another process may differ"
     if packed is None:
         return unknown
@@ -153,14 +151,14 @@ def _found(packed: bytes | None, common: StateDict) -> str:
 
 def _differences(theirs: StateDict, own: StateDict) -> str:
     only_theirs, only_own, mismatch = diff(theirs, own)
-    told = []
+    lines = []
     if only_theirs:
-        told.append(f"only on rank 0: {shortened(list(map(_path, only_theirs)))}")
+        lines.append(f"only on rank 0: {shortened(list(map(_path, only_theirs)))}")
     if only_own:
-        told.append(f"not on rank 0: {shortened(list(map(_path, only_own)))}")
+        lines.append(f"not on rank 0: {shortened(list(map(_path, only_own)))}")
     if mismatch:
-        told.append(f"other values: {shortened([_path(path) for path, *_ in mismatch])}")
-    return ", ".join(told)
+        lines.append(f"other values: {shortened([_path(path) for path, *_ in mismatch])}")
+    return ", ".join(lines)
 
 
 def _path(path: tuple[Any, ...]) -> str:

@@ -1,22 +1,22 @@
-"""Which entries of a ``dcp.save`` are the model and its optimizers, seen under our keys.
+"""Recognising the model and its optimizers in a checkpoint of ``dcp.save``.
 
-Here: the documented mapping (docs/guides/core.md, With DCP) of keys and of the common part, pure.
-Not here: reading (``_formats.torch_dist``), deciding for all ranks (``training_state``), prefixes
-that only a job's model has (``_names``).
+Here: the documented mapping (docs/guides/core.md, With DCP) from its keys and common part to ours,
+pure. Not here: reading (``_formats.torch_dist``), deciding for all ranks (``training_state``),
+prefixes that only a job's model has (``_names``).
 
-``dcp.save`` flattens a nest of dicts to keys joined by dots, and nothing in the file says which
-dict was a model. So a model is recognised by its root, what stands before all of its names:
+``dcp.save`` flattens nested dicts to keys joined by dots, and the file does not say which dict was
+a model. So a model is recognised by its root, the prefix of all of its names:
 
 =====================  ==========================================================================
 ``model.``             ``{"model": ..., "optimizer": ...}``: torch's docs, Accelerate, torchtitan
 ``app.model.``         ``{"app": AppState}`` of torch's tutorial; any other key than ``app``, too
 nothing                a plain ``model.state_dict()``; torchtitan, which has the optimizer beside it
-any other              if it alone makes all of the job's names stored ones (``net.``, ``module.``)
+any other              if it is the only one with which all of the job's names are stored
 =====================  ==========================================================================
 
-Beside the root's last part stand the optimizers: ``optimizer.``, ``optim.``, or Lightning's
-``optimizer_0.``, ``optimizer_1.`` and so on. Their state is nested by name, or flat as
-``flatten_optimizer_state_dict=True`` makes it: each parameter has its group's settings then, and
+The optimizers are next to the root's last part: ``optimizer.``, ``optim.``, or Lightning's
+``optimizer_0.``, ``optimizer_1.`` and so on. Their state is nested by name, or flat if it was saved
+with ``flatten_optimizer_state_dict=True``: then each parameter has its group's settings, and the
 groups are those of the optimizer that loads.
 """
 
@@ -44,7 +44,7 @@ _OPTIMIZER = re.compile(r"(?:optimizer|optim)(?:_([0-9]+))?")
 _NO_MODEL = frozenset(
     {"optimizer", "optim", "lr_scheduler", "scheduler", "dataloader", "train_state"}
 )
-"""First parts of keys that are nobody's parameters, if the model's names do not begin so."""
+"""First parts of keys that are not parameters, unless the model has names that begin so."""
 _MAX_BESIDE_NBYTES = 1 << 20
 _FLAT = "flat_groups"
 _GROUPS, _STATE, _EXTRA = "param_groups", "state", "_extra_state"
@@ -52,7 +52,7 @@ _GROUPS, _STATE, _EXTRA = "param_groups", "state", "_extra_state"
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """What stands before the names of a model, and before the state of each optimizer.
+    """The prefixes of a model's names and of each optimizer's state.
 
     Attributes:
         model: Empty, or with a dot at its end.
@@ -65,7 +65,7 @@ class Roots:
     own: frozenset[str] = frozenset()
 
     def model_name(self, key: str) -> str | None:
-        """Return the parameter's name in a key; None if it is none of the model's."""
+        """Return the parameter's name in a key; None if the key is not of the model."""
         if not key.startswith(self.model) or self.optimizer_of(key) is not None:
             return None
         name = key.removeprefix(self.model)
@@ -76,7 +76,7 @@ class Roots:
         return None if is_free and not _begins(self.own, first) else name
 
     def optimizer_of(self, key: str) -> tuple[int, str] | None:
-        """Return the optimizer that a key belongs to and the rest of the key; None if to none."""
+        """Return the optimizer of a key and the rest of the key; None if it is not of one."""
         if key.removeprefix(self.model) in self.own and key.startswith(self.model):
             return None
         for j, root in enumerate(self.optimizers):
@@ -94,7 +94,7 @@ class Roots:
         return body[:at], body[at + 1 :]
 
     def our_key(self, key: str) -> str:
-        """Return our key; the key itself if it is of no model and no optimizer's state."""
+        """Return our key; the key itself if it is neither of the model nor of an optimizer."""
         found = self.optimizer_of(key)
         if found is not None and found[1].startswith(f"{_STATE}."):
             name, state = self.state_of(found[1])
@@ -137,7 +137,7 @@ def _documented(names: Collection[str]) -> list[str]:
 def _root_for(names: frozenset[str], own: Collection[str]) -> str:
     documented = _documented(names)
     ends = {min(own), max(own)}
-    # Found by two of the names: a root that all of them have is found by each of them.
+    # Two of the names are enough: a root of all names is also a root of these.
     other = {
         key.removesuffix(f".{end}") + "."
         for end in ends
@@ -148,11 +148,11 @@ def _root_for(names: frozenset[str], own: Collection[str]) -> str:
             if all(root + one in names for one in own)]  # fmt: skip
     preferred = [root for root in fits if root in documented] or fits
     if len(preferred) > 1:
-        told = [f"{root}{min(own)}" for root in preferred]
+        candidates = [f"{root}{min(own)}" for root in preferred]
         raise MismatchError(
             f"{len(preferred)} models in the checkpoint fit this one: its {min(own)!r} may be any "
-            f"of {shortened(told)}.",
-            hint="load the one that is meant by `dist_ckpt.load` with the keys of its tensors.",
+            f"of {shortened(candidates)}.",
+            hint="load the one you want by `dist_ckpt.load` with the keys of its tensors.",
         )
     if preferred:
         return preferred[0]
@@ -162,13 +162,14 @@ def _root_for(names: frozenset[str], own: Collection[str]) -> str:
     if best and len(most) > 1:
         raise MismatchError(
             f"no model in the checkpoint has all names of this one, and {shortened(most)} have "
-            f"{best} of {len(own)} each."
+            f"{best} of {len(own)} each.",
+            hint="load the one you want by `dist_ckpt.load` with the keys of its tensors.",
         )
     return most[0] if best else _likely_root(names)
 
 
 def _likely_root(names: frozenset[str]) -> str:
-    """Return the root without a model: what the optimizer's names say, or a usual one."""
+    """Return the root without a model: by the optimizer's names, or a documented one."""
     documented = _documented(names)
     for root in documented:
         for one in _optimizers(root, names):
@@ -185,7 +186,7 @@ def _likely_root(names: frozenset[str]) -> str:
 
 
 def _optimizers(root: str, keys: Collection[str]) -> tuple[str, ...]:
-    """Return what stands before each optimizer's state, beside a model's root.
+    """Return the prefix of each optimizer's state, next to a model's root.
 
     Raises:
         MismatchError: The same optimizer is there under two names.
@@ -193,7 +194,7 @@ def _optimizers(root: str, keys: Collection[str]) -> tuple[str, ...]:
     if root.count(".") > 1:
         above = root[:-1].rpartition(".")[0] + "."
         inner = _optimizers_below(above, keys)
-        # `model._orig_mod.` is beside `optimizer.`, as `model.` is.
+        # `model._orig_mod.` is next to `optimizer.`, as `model.` is.
         return inner or _optimizers(above, keys)
     return _optimizers_below("", keys)
 
@@ -211,19 +212,19 @@ def _optimizers_below(parent: str, keys: Collection[str]) -> tuple[str, ...]:
         raise MismatchError(
             "the checkpoint has the state of one optimizer under two names: "
             f"{shortened([repr(one) for one in twice])}.",
-            hint="load the one that is meant by `dist_ckpt.load` with the keys of its tensors.",
+            hint="load the one you want by `dist_ckpt.load` with the keys of its tensors.",
         )
     return tuple(next(iter(found[j])) for j in sorted(found))
 
 
-# -- seen under our keys -------------------------------------------------------------------------
+# -- renamed to our keys -------------------------------------------------------------------------
 
 
 def values_beside(contents: CheckpointContents, roots: Roots) -> list[str]:
-    """Return the keys of tensors that belong to the common part: small, and nobody's state.
+    """Return the keys of tensors that belong to the common part: small ones that are not state.
 
-    A scheduler's, a step count, an optimizer's learning rate that is a tensor. What is large (a
-    second copy of the model) stays: ``load_plain_tensors`` reads it.
+    Examples: a scheduler's tensors, a step count, a learning rate that is a tensor. Large ones (a
+    second copy of the model) are left out: ``load_plain_tensors`` reads them.
     """
     sizes: dict[str, int] = {}
     beside: dict[str, list[str]] = {}
@@ -249,8 +250,8 @@ def adopt(
 
     Args:
         contents: As DCP wrote it.
-        common: Its values that are no tensors, nested as they were saved.
-        roots: Which of it is the model, and which the optimizers.
+        common: Its values that are not tensors, nested as they were saved.
+        roots: The prefixes of the model and the optimizers.
         beside: The tensors of ``values_beside``.
     """
     rest = _copied(common)
@@ -292,7 +293,7 @@ def _optimizer(saved: Mapping[str, Any], roots: Roots) -> StateDict:
 
 
 def is_flat(saved: StateDict) -> bool:
-    """Whether each parameter has its settings by itself, see ``group_flat``."""
+    """Whether each parameter has settings of its own, see ``group_flat``."""
     return _FLAT in saved
 
 
@@ -327,7 +328,7 @@ def group_flat(saved: StateDict, members: Sequence[Iterable[str]]) -> StateDict:
             f"{shortened(problems)}.",
             hint="give the optimizer the same parameters, in the same groups, as at saving.",
         )
-    if flat:  # of no group here: who compares names will tell
+    if flat:  # parameters of no group here: load_optimizer_state reports them
         groups.append({"params": sorted(flat)})
     return {k: v for k, v in saved.items() if k != _FLAT} | {"param_groups": groups}
 
@@ -338,7 +339,7 @@ def _is_same(a: object, b: object) -> bool:
 
 
 def _extra_states(rest: StateDict, root: str) -> StateDict:
-    """Take what ``get_extra_state`` gave out of the common part, by module."""
+    """Remove the results of ``get_extra_state`` from the common part; return them by module."""
     node: Any = rest
     for part in root.split(".")[:-1]:
         node = node.get(part, {}) if isinstance(node, dict) else {}
@@ -351,18 +352,18 @@ def _extra_states(rest: StateDict, root: str) -> StateDict:
 def _copied(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _copied(value) for key, value in tree.items()}
-    return [_copied(one) for one in tree] if isinstance(tree, list) else tree
+    return [_copied(value) for value in tree] if isinstance(tree, list) else tree
 
 
 def _taken(tree: Any, path: Sequence[str]) -> Any:
-    """Remove and return what stands at a path; None if nothing does."""
+    """Remove and return the value at a path; None if there is none."""
     for part in path[:-1]:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree.pop(path[-1], None) if isinstance(tree, dict) else None
 
 
 def _prune(tree: Any, path: Sequence[str]) -> None:
-    """Remove the dicts along a path that nothing is in any more."""
+    """Remove the empty dicts along a path."""
     if path and isinstance(tree, dict) and isinstance(tree.get(path[0]), dict):
         _prune(tree[path[0]], path[1:])
         if not tree[path[0]]:
@@ -370,7 +371,7 @@ def _prune(tree: Any, path: Sequence[str]) -> None:
 
 
 def _place(tree: StateDict, path: Sequence[str | int], value: object) -> None:
-    """Put a tensor at its path among the other values; under its key where that is no place."""
+    """Put a tensor at its path among the other values; under its key if there is no such path."""
     node: Any = tree
     for part in path[:-1]:
         if isinstance(node, dict):

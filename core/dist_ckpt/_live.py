@@ -87,7 +87,7 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class _Rest:
-    """The names of an optimizer's parameters, by group, and what else stays while they do."""
+    """The names of an optimizer's parameters by group, and entries that change only with them."""
 
     names: tuple[tuple[str, ...], ...]
     lasting: StateDict
@@ -111,11 +111,11 @@ class LiveDescriptions:
         self._rest: list[weakref.ref[Any]] = []
 
     def describe(self, objects: LiveObjects) -> tuple[Live, list[StateDict], list[StateDict]]:
-        """Return the description and what is stored beside it, now.
+        """Return the description, and the present values that are stored beside it.
 
         Returns:
-            The description; of each optimizer what is not of its parameters' states; of each model
-            its document.
+            The description; for each optimizer the part of its state dict that is not state of its
+            parameters; for each model its document.
 
         Raises:
             InvalidShardingError: Something cannot be described.
@@ -258,7 +258,7 @@ def _add_model(found: _Signature, tensors: list[Any], model: nn.Module) -> None:
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:
-    """Return an entry that is stored as a tensor; None for others, whose values are read anew."""
+    """Return an entry that is stored as a tensor; None for others, which each save encodes."""
     return value if is_plain_tensor(value) else None
 
 

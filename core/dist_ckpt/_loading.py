@@ -74,7 +74,7 @@ __all__ = [
 
 
 _reading: ContextVar[bool] = ContextVar("dist_ckpt_reading", default=False)
-"""Whether a load is in its last step: what differs has been told by then."""
+"""Whether a load is in its last step: differing dtypes have been reported by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +334,10 @@ def _unexpected(
         elif one.key in tensors:
             problems.append(f"{one.key!r}: an object is expected, a tensor is stored")
     if problems:
-        raise MismatchError(f"{known.directory}: {shortened(list(dict.fromkeys(problems)))}")
+        raise MismatchError(
+            f"{known.directory}: {shortened(list(dict.fromkeys(problems)))}.",
+            hint="load_sharded_metadata() shows what is stored.",
+        )
     unexpected = absent | {one.key for one in lacking}
     return unexpected, describe_unexpected(sorted(unexpected), {*tensors, *objects})
 
@@ -352,7 +355,9 @@ def _check_conversions(casts: Mapping[str, tuple[str, str]], where: str) -> None
         if not possible[pair]
     ]
     if problems:
-        raise MismatchError(f"{where}: {shortened(problems)}")
+        raise MismatchError(
+            f"{where}: {shortened(problems)}.", hint="request the stored dtype, and convert then."
+        )
 
 
 def _agree(

@@ -3,9 +3,9 @@
 Here: the renaming of keys and of names in the common part, pure. Not here: reading
 (``_formats.torch_dist``), deciding for all ranks (``training_state``).
 
-A model is an attribute on one side and stands alone on the other: a LightningModule's
-``net.weight`` is the ``weight`` of the bare ``net`` under Accelerate. What torch's DCP wrote is
-another story: ``_dcp_names``.
+A model may be an attribute on one side and the whole model on the other: a LightningModule's
+``net.weight`` is the ``weight`` of the bare ``net`` under Accelerate. Checkpoints of torch's DCP:
+``_dcp_names``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""When copies are waited for that nobody asks for: before an optimizer's step.
+"""The hook that waits for overlapped copies before an optimizer's step.
 
-Here: the hook, which holds the saver's machinery weakly. Not here: that (``background``). Local.
+Here: the hook, which has a weak reference to the saver's machinery. Not here: the machinery
+(``background``). Local.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class InFlight:
         handed: What the worker has; None if it could not be handed over, for the reason ``error``.
         interrupt: Ctrl-C or the like, to be raised once the others are told.
         on_settled: Called at the end, on the settler's thread, with None or the failure.
-        given_up: Set when nobody waits for its end any more.
+        given_up: Set when its end is not waited for any more.
     """
 
     number: int
@@ -180,7 +180,7 @@ def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseExce
 
 
 def _decided(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
-    """Look at the disk, as nobody can be asked; a worker that is stuck commits nothing later."""
+    """Decide by the disk, as nobody answers; a stuck worker cannot commit afterwards."""
     target, directory = save.planned.target, save.planned.directory
     try:
         is_committed = was_published(target, directory)

@@ -61,8 +61,8 @@ class SaveRequest:
 
     ``thread_count`` stands before that of the options: a strategy has one of its own.
     ``live`` are models and optimizers that were described already; what they hold comes before what
-    is in ``state_dict``. ``compares_common`` is whether a difference
-    between the ranks' common parts is told, of what ``preprocess`` returns of them if it is given.
+    is in ``state_dict``. ``compares_common`` is whether to warn if the ranks' common parts differ,
+    after ``preprocess`` if it is given.
     """
 
     state_dict: ShardedStateDict

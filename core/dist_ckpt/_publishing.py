@@ -52,7 +52,7 @@ _REPLACEABLE = (stat.S_ISDIR, stat.S_ISREG, stat.S_ISLNK)
 
 
 def check_target(target: Path, options: SaveOptions, writer: Writer | None = None) -> None:
-    """Raise if a save may not write there; ``writer`` is whose background save it is. Rank 0."""
+    """Raise if a save may not write there; ``writer`` is the one of a background save. Rank 0."""
     check_not_in_flight(target, "saved", but_for=writer)
     with storage_errors("look at", target):
         mode = target.lstat().st_mode if os.path.lexists(target) else None
@@ -136,8 +136,8 @@ def with_dcp_metadata(documents: Mapping[str, bytes]) -> dict[str, bytes]:
 def is_published(target: Path, directory: Path) -> bool:
     """Whether the save that was written into ``directory`` is at its target.
 
-    For those who did not see how it ended. The directory of an attempt is named by the id of the
-    checkpoint, which every rank knows in this way.
+    For processes that do not know how the save ended. The name of an attempt's directory contains
+    the id of the checkpoint, so every rank can compare it.
     """
     try:
         manifest = read_manifest(locate(target))
@@ -147,17 +147,17 @@ def is_published(target: Path, directory: Path) -> bool:
 
 
 def was_published(target: Path, directory: Path) -> bool:
-    """Decide whether a save is committed, when nobody can be asked. Any rank, more than one too.
+    """Decide whether a save is committed when rank 0 cannot be asked. Any rank, also several.
 
-    What is not published yet cannot be published afterwards: its directory is removed, in one
-    rename. Publishing renames it as well, so that only one of the two happens. Looked at again, as
-    it may have been published in between.
+    A save that is not published yet is prevented from it: its directory is removed, in one rename.
+    Publishing renames it as well, so only one of the two happens. The target is read again, as the
+    save may have been published in between.
 
     Raises:
         StorageError: The directory cannot be removed, so that the save may still be published.
     """
     is_committed = is_published(target, directory)
-    discard(target, directory)  # or what the checkpoint has replaced
+    discard(target, directory)  # if the two names were exchanged: the replaced checkpoint
     if is_committed or is_published(target, directory):
         return True
     if os.path.lexists(directory):

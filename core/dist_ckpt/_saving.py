@@ -68,8 +68,8 @@ __all__ = [
 class Assignment:
     """What one rank has to write, and where.
 
-    ``num_writers`` is how many ranks of this rank's host write; ``target`` is where the directory
-    will be once it is committed; ``differs`` is whether ranks have different common parts.
+    ``num_writers`` is the number of ranks on this rank's host that write; ``target`` is the path of
+    the checkpoint once it is committed; ``differs`` is whether the ranks' common parts differ.
     """
 
     directory: Path
@@ -80,7 +80,7 @@ class Assignment:
     differs: bool = False
 
     def pages(self, options: SaveOptions) -> PagePolicy:
-        """Return what becomes of the pages of what this rank writes."""
+        """Return the policy for the pages of this rank's files."""
         return PagePolicy(options.page_cache, self.num_writers, self.target)
 
 

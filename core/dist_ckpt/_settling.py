@@ -204,9 +204,9 @@ class Settler:
         return len(self._saves) < limit
 
     def has_space(self) -> bool:
-        """Whether all that may be removed by now is removed; for ``wait_for``.
+        """Whether no removal is due or running; for ``wait_for``.
 
-        What is written before that needs space on the disk that a save which blocks does not need.
+        A save that begins earlier needs more disk space than one that blocks.
         """
         due = [one for one in self._actions if self.is_past(one.number)]
         running = [] if self._acting is None else [self._acting]
@@ -232,10 +232,10 @@ class Settler:
         return not (self._saves or self._actions or self._settling or self._acting is not None)
 
     def close(self, timeout_secs: float) -> None:
-        """End the threads; what is in flight is not waited for.
+        """End the threads without waiting for saves in flight.
 
-        No thread may be in a call of a store when the interpreter is finalised: there it would be
-        unwound through a destructor of C++, which ends the process.
+        No thread may be in a call of a store when the interpreter is finalised: it would be unwound
+        through a C++ destructor, which aborts the process.
         """
         self._given_up.set()
         with self._changed:
@@ -247,10 +247,10 @@ class Settler:
                 thread.join(timeout_secs)
 
     def retire(self, then: Callable[[], None]) -> bool:
-        """Call ``then`` on a thread of this one when all has ended; wait for nothing.
+        """Have ``then`` called on one of our threads when all work has ended; do not wait.
 
         Returns:
-            False if there are no threads, as nothing was ever done: then it is not called.
+            False if no thread was ever started: ``then`` is not called.
         """
         with self._changed:
             if not self._threads:
@@ -283,7 +283,7 @@ class Settler:
             try:
                 self._settle(save)
             finally:
-                del save  # its state would be kept until the next one
+                del save  # else its state would be kept until the next one
                 with self._changed:
                     self._settling = False
                     self._changed.notify_all()

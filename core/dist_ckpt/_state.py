@@ -60,7 +60,7 @@ class _Absent:
 _ABSENT = _Absent()
 
 _MOST_STEPS = 12
-"""Steps of a path that are named in an error."""
+"""Most steps of a path that an error names."""
 
 _COMMON = frozenset({torch.Tensor, bool, bytes, float, int, str, type(None)})
 """Leaves that are common values, with nothing inside."""
@@ -99,7 +99,7 @@ class LoadParts:
 
 
 def _naming_recursion(split: Callable[[ShardedStateDict], T]) -> Callable[[ShardedStateDict], T]:
-    """Let a walk over a state dict name the place that has no end, or is too deep for Python."""
+    """Turn the RecursionError of a walk over a state dict into an error that names the place."""
 
     @functools.wraps(split)
     def checked(sharded_state_dict: ShardedStateDict) -> T:
@@ -108,8 +108,8 @@ def _naming_recursion(split: Callable[[ShardedStateDict], T]) -> Callable[[Shard
         except RecursionError:
             problem = _endless_place(sharded_state_dict)
         raise InvalidShardingError(
-            f"the state dict cannot be walked through: {problem}.",
-            hint="a checkpoint holds trees: store what refers to its parents flat.",
+            f"the state dict is not a tree, or too deep: {problem}.",
+            hint="a checkpoint holds trees: store references to parents as names or numbers.",
         )
 
     return checked

@@ -67,9 +67,9 @@ _DROP_SECS = 1.0
 
 
 class _Machinery:
-    """What a saver runs: worker, threads and memory.
+    """The resources of a saver: worker, threads and memory.
 
-    Nothing in here refers to the saver, so that one which nobody holds any more can be noticed.
+    It has no reference to the saver, so that a saver without references is collected.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _Machinery:
             except BarrierTimeoutError:
                 raise  # going on would change what is being copied
             except CheckpointingException:
-                continue  # told by `poll`
+                continue  # `poll` raises it
 
     def drain(self, timeout_secs: float | None = None) -> None:
         """Wait until nothing is in flight and queued, and raise what failed."""
@@ -134,7 +134,7 @@ class _Machinery:
         self.settler.raise_failures()
 
     def close(self, timeout_secs: float | None, *, leaves: bool = False) -> None:
-        """Drain, then give everything back; see ``BackgroundSaver.close``."""
+        """Drain, then release everything; see ``BackgroundSaver.close``."""
         try:
             self.drain(timeout_secs)
         except BarrierTimeoutError:
@@ -145,11 +145,11 @@ class _Machinery:
             self._release(_CLOSE_SECS if timeout_secs is None else min(_CLOSE_SECS, timeout_secs))
 
     def retire(self) -> None:
-        """Give everything back when what is in flight has ended; wait for nothing.
+        """Release everything once the saves in flight have ended; do not wait for them.
 
-        For a saver that nobody holds any more: in any thread, also while objects are collected. So
-        it starts no thread. If nothing is in flight, the main thread waits for a moment, so that
-        the next saver as a rule finds memory and processors free; whoever collects may hold a lock.
+        Called when the saver is collected, in any thread and under any lock, so it starts no
+        thread. If nothing is in flight, the main thread waits up to ``_DROP_SECS``, so that the
+        next saver usually finds memory and processors free.
         """
         if os.getpid() != self._pid:
             return  # a forked child: all is its parent's
@@ -210,8 +210,8 @@ class BackgroundSaver:
     fails is raised once, on every rank: by the next ``poll``, at the same one everywhere; or by the
     next save, ``wait``, ``drain`` or ``close``.
 
-    Pass it to ``dist_ckpt.training_state.save_training_state``. Close it; one that is only dropped
-    finishes its saves, logs what fails, and then gives everything back.
+    Pass it to ``dist_ckpt.training_state.save_training_state``. Close it; a saver that is collected
+    without ``close`` finishes its saves, logs failures, and then releases its resources.
 
     Args:
         options: How to save.
@@ -239,9 +239,9 @@ class BackgroundSaver:
         self._rank = 0
         self._closed = False
         self._pid = os.getpid()
-        # Who forgets a saver has not closed it: its saves end, and then all that it had.
+        # A saver that is collected without `close`: its saves end, then its resources are released.
         self._when_dropped = weakref.finalize(self, self._machinery.retire)
-        self._when_dropped.atexit = False  # then `at_exit` does it
+        self._when_dropped.atexit = False  # `at_exit` does that
 
     def __enter__(self) -> Self:
         """Return the saver."""
@@ -346,8 +346,8 @@ class BackgroundSaver:
         Args:
             timeout_secs: How long to wait for what is in flight; the drain time-out of the options
                 if None.
-            leaves: Leave what takes longer to the worker processes: they complete what all ranks
-                have staged, as they do for a program that is killed.
+            leaves: Whether the worker processes go on with what takes longer: they complete what
+                all ranks have staged, as they do for a program that is killed.
 
         Raises:
             AsyncSaveError: A save failed and nobody was told; all is closed then, too.
@@ -390,7 +390,7 @@ class BackgroundSaver:
         comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
 
         def build() -> SaveRequest:
-            checked_path(checkpoint_dir)  # what is no path on one rank is told to all
+            checked_path(checkpoint_dir)  # an invalid path is raised on every rank
             fmt = new_format(*options.format)
             return SaveRequest(state_dict=sharded_state_dict, format=fmt)
 

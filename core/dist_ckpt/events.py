@@ -187,7 +187,7 @@ def emit_to(sinks: Iterable[EventSink], event: Event) -> None:
 
 
 def emit_pruned(sinks: Iterable[EventSink], path: PathLike, reason: str) -> None:
-    """Tell each sink that rank 0 has removed a checkpoint, other than behind a background save."""
+    """Emit ``Pruned`` for a checkpoint that rank 0 has removed, not behind a background save."""
     event = Pruned(path=os.fspath(path), rank=0, save=0, is_async=False, reason=reason)
     emit_to(sinks, event)
 
@@ -195,7 +195,7 @@ def emit_pruned(sinks: Iterable[EventSink], path: PathLike, reason: str) -> None
 def sinks_of(
     events_file: PathLike | None, rank: int, extra: Iterable[EventSink] = ()
 ) -> tuple[EventSink, ...]:
-    """Return where the events of a job's saves go: the log, ``extra``, and the file of events.
+    """Return the sinks for the events of a job's saves: the log, ``extra``, the file of events.
 
     Args:
         events_file: None for no file; ranks other than 0 write files of their own beside it.

@@ -128,7 +128,7 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
     target = path_to_tell(checkpoint_dir)
 
     def build() -> SaveRequest:
-        checked_path(checkpoint_dir)  # what is no path on one rank is told to all
+        checked_path(checkpoint_dir)  # an invalid path is raised on every rank
         state = _with_content_metadata(sharded_state_dict, content_metadata)
         request = chosen_save(sharded_strategy, common_strategy, options, state)
         compares = coverage and (comm.size > 1 or preprocess is not None)

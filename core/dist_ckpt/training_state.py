@@ -10,10 +10,11 @@ those of the unwrapped module. They are the same under every layout and framewor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -140,7 +141,7 @@ def save_training_state(
     descriptions = (saver or memory or SaveMemory()).descriptions
 
     def build() -> SaveRequest:
-        checked_path(checkpoint_dir)  # what is no path on one rank is told to all
+        checked_path(checkpoint_dir)  # an invalid path is raised on every rank
         given = state if isinstance(state, TrainingState) else state()
         live, rests, documents = descriptions.describe(
             LiveObjects(
@@ -170,16 +171,16 @@ def _tree(
     comm: Communicator,
 ) -> ShardedStateDict:
     """Return what is stored beside the tensors of live models and optimizers."""
-    told = {str(i): document for i, document in enumerate(documents) if document}
+    stored = {str(i): document for i, document in enumerate(documents) if document}
     tree: ShardedStateDict = {
         "dist_ckpt": {"framework": state.framework, "world_size": comm.size},
-        _MODEL_STATE: told,
+        _MODEL_STATE: stored,
         "optimizers": {str(j): rest for j, rest in enumerate(rests)},
         "common": state.common,
     }
-    if comm.rank != 0 and told:  # of rank 0 it is in the common part
+    if comm.rank != 0 and stored:  # rank 0's documents are in the common part
         key = f"{_MODEL_STATE}.{comm.rank}"
-        tree[_MODEL_STATE] = {str(comm.rank): ShardedObject(key, told, (1,), (0,))}
+        tree[_MODEL_STATE] = {str(comm.rank): ShardedObject(key, stored, (1,), (0,))}
     if state.per_rank is not None:
         tree[_PER_RANK] = {
             str(comm.rank): ShardedObject(_PER_RANK, state.per_rank, (comm.size,), (comm.rank,))
@@ -220,8 +221,8 @@ class CheckpointView:
     ) -> CheckpointView:
         """Open a checkpoint and read its common part. Collective.
 
-        What ``dcp.save`` wrote of a model and its optimizers is seen under our keys: which dicts
-        are taken for what stands in docs/guides/core.md, With DCP.
+        The model and the optimizers of a checkpoint of ``dcp.save`` get our keys; which dicts are
+        recognised: docs/guides/core.md, With DCP.
 
         Raises:
             CheckpointNotFoundError: Nothing committed there.
@@ -285,17 +286,16 @@ class CheckpointView:
     ) -> None:
         """Load a model as ``load_state_dict`` does; each rank reads only what it holds.
 
-        Parameters and buffers of modules that leave PyTorch's protocol alone are filled in place. A
-        module with load hooks, or a ``_load_from_state_dict`` of its own, gets its entries (and
-        those below it) in new tensors and loads them itself, with the metadata they were stored
-        with.
+        Parameters and buffers of modules that do not customise PyTorch's protocol are filled in
+        place. A module with load hooks or a ``_load_from_state_dict`` of its own gets its entries
+        (and those below it) in new tensors and loads them itself, with the stored metadata.
 
         Args:
             i: Which model of the checkpoint.
             model: The live module, in the layout it trains in.
             strict: Whether names that only one side has are an error; else they are skipped.
-            values: A state dict to load in place of the stored one: ``STORED`` stands for an entry
-                of the checkpoint, anything else is the entry; tensors are whole.
+            values: A state dict to load instead of the stored one. The value ``STORED`` means the
+                entry of the checkpoint, anything else is the entry itself; tensors are whole.
 
         Raises:
             MismatchError: Names, shapes or dtypes do not agree, or a module could not load its
@@ -327,7 +327,7 @@ class CheckpointView:
             f"filling model {i}",
             lambda: plan().fill(
                 result.state_dict["models"].get(str(i), {}),
-                # Of a checkpoint of parts, a rank gets names that others take.
+                # In a checkpoint of parts, a rank sees names that only other ranks load.
                 strict=strict and not document.is_of_parts,
             ),
             merge_reports,
@@ -349,7 +349,7 @@ class CheckpointView:
         return dict.fromkeys(names, STORED) | dict(document.values)
 
     def _wanted(self, i: int) -> Callable[[str], ShardedTensor | None]:
-        """Return what tells of an entry's name how it is stored, if it is a tensor."""
+        """Return a function from an entry's name to how it is stored, if it is a tensor."""
         prefix, tied = f"models.{i}.", self._document(i).tied
 
         def stored(name: str) -> ShardedTensor | None:
@@ -359,7 +359,7 @@ class CheckpointView:
         return stored
 
     def _adopt(self, own: frozenset[str]) -> None:
-        """See what torch's DCP wrote under our keys, for a model of these names. Collective.
+        """Give our keys to what torch's DCP wrote, for a model with these names. Collective.
 
         Raises:
             MismatchError: It is not certain which entries are the model, or the optimizer.
@@ -369,20 +369,21 @@ class CheckpointView:
         contents, common = self._foreign
 
         def adopted() -> None:
-            with_names = find_roots(contents.index.tensors.keys(), contents.objects.keys(), own)
-            if with_names != self._roots:
-                keys = values_beside(contents, with_names)
+            with _prefixed(str(contents.directory)):
+                roots = find_roots(contents.index.tensors.keys(), contents.objects.keys(), own)
+            if roots != self._roots:
+                keys = values_beside(contents, roots)
                 values = read_whole(contents, keys, self._options)
                 beside = dict(zip(keys, values, strict=True))
-                self._contents, self._tree = adopt(contents, common, with_names, beside)
-                self._stored, self._roots = stored_keys(self._contents), with_names
+                self._contents, self._tree = adopt(contents, common, roots, beside)
+                self._stored, self._roots = stored_keys(self._contents), roots
                 self._documents = {}
 
         phase = f"finding the model in {contents.directory}"
         self._comm.map_reduce(phase, adopted, lambda _: None)
 
     def _align(self, i: int, model: nn.Module, layout: Callable[[], ModelLayout]) -> None:
-        """See model ``i`` of the checkpoint under the job's names, if only a prefix differs."""
+        """Rename model ``i`` of the checkpoint to the job's names, if only a prefix differs."""
         if self._foreign is not None and i == 0:
             names = self._comm.map_reduce(
                 "comparing names",
@@ -447,29 +448,36 @@ class CheckpointView:
         Raises:
             MismatchError: Parameter groups or state do not agree.
         """
-        found = [functools.cache(functools.partial(model_layout, model)) for model in models]
-        layouts = functools.cache(lambda: [layout() for layout in found])
-        for i, layout in enumerate(found):
+        lazy = [functools.cache(functools.partial(model_layout, model)) for model in models]
+        layouts = functools.cache(lambda: [layout() for layout in lazy])
+        for i, layout in enumerate(lazy):
             self._align(i, models[i], layout)
         if self._foreign is not None and j >= self.num_optimizers:
             root = "" if self._roots is None else self._roots.model
-            raise MismatchError(  # what is stored is known alike on all ranks
+            raise MismatchError(  # every rank knows what is stored, so every rank raises
                 f"{self._contents.directory}: there is no optimizer {j} beside the model, whose "
                 f"names begin with {root!r}.",
                 hint="load the model alone; what is found where: docs/guides/core.md, With DCP.",
             )
         saved = self._tree.get("optimizers", {}).get(str(j), {})
+        where = f"{self._contents.directory}, optimizer {j}"
         if is_flat(saved):
-            grouped = functools.cache(lambda: group_flat(saved, _members(optimizer, layouts())))
+
+            @functools.cache
+            def grouped() -> StateDict:
+                with _prefixed(where):
+                    return group_flat(saved, _members(optimizer, layouts()))
+
             phase = f"matching the groups of optimizer {j}"
             self._comm.map_reduce(phase, lambda: grouped() is None, lambda _: None)
             saved = grouped()
         prefix = f"optimizers.{j}."
 
         def build() -> LoadRequest:
-            template = optimizer_template(
-                optimizer, layouts(), prefix=prefix, metadata=self._stored, saved=saved
-            )
+            with _prefixed(where):
+                template = optimizer_template(
+                    optimizer, layouts(), prefix=prefix, metadata=self._stored, saved=saved
+                )
             return LoadRequest(state_dict={"optimizer": template})
 
         result = run_load(
@@ -481,11 +489,12 @@ class CheckpointView:
             check_coverage=False,
             common={"optimizer": saved},
         )
-        self._comm.map_reduce(
-            f"restoring optimizer {j}",
-            lambda: load_optimizer_state(optimizer, layouts(), result.state_dict["optimizer"]),
-            lambda _: None,
-        )
+
+        def restore() -> None:
+            with _prefixed(where):
+                load_optimizer_state(optimizer, layouts(), result.state_dict["optimizer"])
+
+        self._comm.map_reduce(f"restoring optimizer {j}", restore, lambda _: None)
 
     def per_rank(self) -> Any:
         """Return this rank's own values; None if there are none for it. Not collective."""
@@ -497,14 +506,14 @@ class CheckpointView:
         return self._read_object(one)
 
     def _document(self, i: int) -> ModelDocument:
-        """Return what the checkpoint keeps of model ``i`` beside tensors."""
+        """Return the document of model ``i``."""
         if i not in self._documents:
             documents = [self._tree.get(_MODEL_STATE, {})]
-            documents += [self._read_object(one) for one in self._others_documents()]
-            found = [one[str(i)] for one in documents if str(i) in one]
+            documents += [self._read_object(item) for item in self._others_documents()]
+            of_model = [document[str(i)] for document in documents if str(i) in document]
             self._documents[i] = (
-                read_documents(found, where=str(self._contents.directory))
-                if found
+                read_documents(of_model, where=str(self._contents.directory))
+                if of_model
                 else read_early_sections(
                     self._tree.get("tied", {}).get(str(i), {}),
                     self._tree.get("extra_state", {}).get(str(i), {}),
@@ -513,13 +522,14 @@ class CheckpointView:
         return self._documents[i]
 
     def _others_documents(self) -> list[ShardedObject]:
-        """Return the objects in which ranks other than 0 tell of their models, by rank."""
+        """Return the objects with the documents of ranks other than 0, by rank."""
         start = f"{_MODEL_STATE}."
-        ranks = {
-            int(one.key.removeprefix(start))
-            for one in self._stored.values()
-            if one.key.startswith(start) and one.key.removeprefix(start).isdigit()
+        numbers = {
+            item.key.removeprefix(start)
+            for item in self._stored.values()
+            if item.key.startswith(start)
         }
+        ranks = {int(number) for number in numbers if number.isdigit()}
         return [ShardedObject(f"{start}{rank}", None, (1,), (0,)) for rank in sorted(ranks)]
 
     def _read_object(self, one: ShardedObject) -> Any:
@@ -529,12 +539,21 @@ class CheckpointView:
 
 
 def _names_to_find(model: nn.Module, own: set[str], stored: set[str]) -> set[str]:
-    """Return the names to be found among stored ones with another prefix."""
+    """Return the names to look for among the stored ones, under another prefix."""
     if own.isdisjoint(stored):
         entries = own_entries(model)
         if entries is not None and not stored.isdisjoint(entries.values):
-            return set()  # the model renames by itself, and wants its names back
+            return set()  # the model renames its entries itself
     return own
+
+
+@contextlib.contextmanager
+def _prefixed(where: str) -> Iterator[None]:
+    """Put the place before the text of a ``MismatchError`` that is raised inside."""
+    try:
+        yield
+    except MismatchError as error:
+        raise MismatchError(f"{where}: {error}") from error
 
 
 def _members(optimizer: Any, layouts: Sequence[ModelLayout]) -> list[list[str]]:

@@ -258,7 +258,7 @@ def check_objects(views: Sequence[Sequence[ShardedObject]]) -> None:
 
 
 def of_ranks(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of all ranks, each once; one that not all ranks have names its ranks."""
+    """Return the lines of all ranks, each once; a line of some ranks only names these ranks."""
     ranks: dict[str, list[int]] = defaultdict(list)
     for rank, its_lines in enumerate(lines):
         for line in its_lines:
@@ -353,7 +353,7 @@ def check_casts(casts: Mapping[str, tuple[str, str]], where: str) -> None:
 
 
 def _loss(stored: str, requested: str) -> str:
-    """Return what a conversion loses, in brackets."""
+    """Return the loss of a conversion, in brackets; empty if there is none."""
     have, want = dtype_from_name(stored), dtype_from_name(requested)
     if want is torch.bool:
         return " (only whether it is zero is kept)"

@@ -463,7 +463,7 @@ def fabric_with(**fields: Any) -> L.Fabric:
 def test_fabric_refuses_what_it_would_ignore(tmp_path: Path, field: str) -> None:
     """When a module is set up; without one, at the save."""
     if not entry_points(group="lightning.fabric.callbacks_factory", name="dist_ckpt"):
-        pytest.fail("dist-ckpt is not installed as it is now (make install)")
+        pytest.fail("the installed entry points are not those of pyproject.toml (pip install -e .)")
     fabric = fabric_with(**{field: True})
     with pytest.raises(ConfigError, match=rf"DistCkptIO\({field}=True\) in Fabric"):
         fabric.setup(torch.nn.Linear(2, 2))

@@ -49,7 +49,7 @@ _SLICE_SECS = 1.0
 _REAP_SECS = 10.0
 
 _LEFT: Final[list[subprocess.Popen[bytes]]] = []
-"""Workers that were left to themselves; they are reaped when another one is started."""
+"""Workers that end by themselves (``leave``); they are reaped when another one is started."""
 
 
 class Link:
@@ -139,7 +139,7 @@ class Link:
         self._channel.send(message, descriptors)
 
     def end_soon(self) -> None:
-        """Have it finish what is all staged and end; the reader takes note of that."""
+        """Ask it to finish the saves that are fully staged, then end; do not wait."""
         self._is_closing = True
         try:
             self.send(Close())
@@ -147,7 +147,7 @@ class Link:
             logger.debug("the worker had ended before it was closed")
 
     def leave(self) -> None:
-        """End the connection: the process completes what is all staged, then it ends by itself."""
+        """Close the connection: the process finishes fully staged saves, then ends by itself."""
         with self._lock:
             self._is_closing = self._is_left = True
             self._saves = {}
@@ -157,7 +157,7 @@ class Link:
         self._reader.join(_REAP_SECS)
 
     def close(self, timeout_secs: float) -> None:
-        """Have it finish what is all staged and end; kill it after the time."""
+        """Ask it to finish the saves that are fully staged, then end; kill it after the time."""
         self.end_soon()
         self._reader.join(timeout_secs)
         if not self._reader.is_alive():

@@ -178,15 +178,15 @@ class Worker:
             return  # what is dead has forgotten
 
     def end_soon(self) -> None:
-        """Tell a worker that has nothing to do that it is over; wait for nothing."""
+        """Ask a worker that has nothing to do to end; do not wait."""
         link, self._link = self._link, None
         if link is not None and link.owner_pid == os.getpid():
             link.end_soon()
 
     def leave(self) -> None:
-        """Let a worker process complete what is all staged, and hear of it no more.
+        """Let a worker process finish fully staged saves, without waiting for the result.
 
-        A thread ends with this process: ``close`` deals with it.
+        A worker that is a thread ends with this process: ``close`` handles it.
         """
         link = self._link
         if link is None or link.pid is None or link.owner_pid != os.getpid():

@@ -37,7 +37,7 @@ _GRACE_SECS = 30.0
 """How much longer the others wait than rank 0, so that its verdict reaches them first."""
 
 _LEAVE_SECS = 30.0
-"""How long rank 0 stays for ranks that have not read the verdict: they may be stopped, or dead."""
+"""How long rank 0 waits for ranks that have not read the verdict: they may be stopped or dead."""
 
 
 class StoreCommunicator:
@@ -49,7 +49,7 @@ class StoreCommunicator:
         size: Number of ranks.
         name: Prefix of the keys; one name, one sequence of exchanges.
         timeout_secs: How long a rank waits for the others in one exchange.
-        stop: Once it is set, nothing is waited for any more.
+        stop: If it is set, waiting ends with a ``CoordinationError``.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class StoreCommunicator:
             self._set(f"{number}/in/{self._rank}", (phase, value, failure))
             try:
                 verdict = self._await_verdict(phase, number)
-                if not isinstance(verdict, _Missing):  # others still look who has arrived
+                if not isinstance(verdict, _Missing):  # else others still check who has arrived
                     self._forget(number)
             finally:
                 self._leave(number)  # the last touch: from here on the store may be gone
@@ -276,26 +276,25 @@ class StoreCommunicator:
         )
 
     def _leave(self, number: int) -> None:
-        """Tell rank 0 that this rank needs nothing more of an exchange.
+        """Report to rank 0 that this rank needs nothing more of an exchange.
 
-        Rank 0 may be the host of the store, and may end as soon as it has seen this: from here on
-        the store may vanish, which is no failure of an exchange whose verdict is known.
+        Rank 0 may host the store, and may end as soon as it has seen this. From here on the store
+        may disappear, which is not a failure of an exchange whose verdict is known.
         """
         with contextlib.suppress(CoordinationError), self._reaching():
             self._store.add(f"{self._name}/{number}/left", 1)
 
     def _forget(self, number: int) -> None:
-        """Delete this rank's keys of an exchange whose verdict it has read: all have been read."""
+        """Delete this rank's keys of an exchange whose verdict it has read: nobody needs them."""
         with contextlib.suppress(CoordinationError), self._reaching():
             self._store.delete_key(f"{self._name}/{number}/in/{self._rank}")
             self._store.delete_key(f"{self._name}/{number}/out/{self._rank}")
 
     def _stay_for_readers(self, phase: str, number: int, verdict: _Verdict) -> None:
-        """Return when all who take part have read the verdict. Rank 0.
+        """Return when all participating ranks have read the verdict. Rank 0.
 
-        The law: a verdict never depends on a rank that has returned, and rank 0 may be the host of
-        the store. Whoever does not read it in time is named in the log and changes nothing: the
-        verdict stands.
+        The law: a verdict never depends on a rank that has returned, and rank 0 may host the store.
+        Ranks that do not read it in time are named in the log; the verdict stands.
         """
         key = f"{self._name}/{number}/left"
         num_readers = self._size - 1 - verdict.num_missing
@@ -319,7 +318,7 @@ class StoreCommunicator:
         return self._poll(lambda: self._store.check([name]), timeout_secs)
 
     def _poll(self, is_there: Callable[[], bool], timeout_secs: float) -> bool:
-        """Ask the store until ``is_there``; return whether it is, within the time."""
+        """Poll until ``is_there`` returns True; return whether it did in time."""
         started = time.monotonic()
         with self._reaching():
             # Asked for again and again: a store that blocks would not let Python see Ctrl-C or
@@ -332,7 +331,9 @@ class StoreCommunicator:
                 if self._stop is None:
                     time.sleep(nap)
                 elif self._stop.wait(nap):
-                    raise CoordinationError(f"rank {self._rank} was told to wait no longer.")
+                    raise CoordinationError(
+                        f"rank {self._rank}: waiting was ended, as the program or its saver ends."
+                    )
         return True
 
     @contextlib.contextmanager

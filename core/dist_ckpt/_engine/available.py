@@ -1,7 +1,7 @@
-"""How much memory this process can still get.
+"""How much memory this process can still allocate.
 
-Here: what the kernel and the control groups say. Not here: getting it (``host_memory``). Local; no
-torch: the process that writes in the background uses it too.
+Here: the kernel's and the control groups' numbers. Not here: allocating it (``host_memory``).
+Local; no torch: the process that writes in the background uses it too.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ __all__ = ["available_nbytes", "cgroup_nbytes", "meminfo_nbytes"]
 
 
 def available_nbytes() -> int | None:
-    """Return how much memory this process can still get; None if the system does not say."""
-    found = (meminfo_nbytes(), cgroup_nbytes())
-    return min((one for one in found if one is not None), default=None)
+    """Return how many bytes this process can still allocate; None if the system does not say."""
+    limits = (meminfo_nbytes(), cgroup_nbytes())
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def meminfo_nbytes(path: Path = Path("/proc/meminfo")) -> int | None:
-    """Return what the kernel takes for available (``MemAvailable``); None if it does not say."""
+    """Return the kernel's ``MemAvailable`` in bytes; None if it does not say."""
     with suppress(OSError, ValueError, IndexError):
         for line in path.read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):

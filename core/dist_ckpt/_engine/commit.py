@@ -138,7 +138,7 @@ class Attempt:
 
 
 def discard(target: Path, directory: Path) -> None:
-    """Remove the directory of an attempt, as far as it can be removed: then it has failed."""
+    """Remove the directory of an attempt that has failed, as far as possible."""
     remove_tree(directory, ignore_errors=True)
     if not _is_left(directory, target.parent):
         forget_owner(directory)

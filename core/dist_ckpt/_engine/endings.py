@@ -1,13 +1,14 @@
-"""What is still to be done when the program ends, and whether it is ending.
+"""Callbacks for the end of the program, and whether it is ending.
 
-Here: the two points of an end at which something is called. Not here: what is done there
+Here: the two points of the interpreter's shutdown at which callbacks run. Not here: the callbacks
 (``background``, ``_process_writing``). Local; light, as worker processes import it.
 
-An interpreter ends in this order: ``threading``'s own callbacks, the wait for threads that are no
-daemons, ``atexit``'s callbacks. Forked processes of ``multiprocessing`` come only to the first two.
-So what must be done at all is done at the first point, before the pools of ``concurrent.futures``
-are shut, and what must wait for the program's own threads is done at ``atexit``. The law: nothing
-that runs from the first point on starts a thread, a process or a pool (``is_ending``).
+An interpreter shuts down in this order: ``threading``'s own callbacks, the wait for non-daemon
+threads, ``atexit``'s callbacks. Forked processes of ``multiprocessing`` run only the first two. So
+work that must be done in every case runs at the first point, before the pools of
+``concurrent.futures`` are shut down, and work that must wait for the program's own threads runs at
+``atexit``. The law: nothing that runs from the first point on starts a thread, a process or a pool
+(``is_ending``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """What one object has to do; in the process that made it."""
+    """The callbacks of one object, for the process that made it."""
 
     pid: int
     finish: Callable[[], None] | None
@@ -37,7 +38,7 @@ class _Ending:
 
 
 class _Endings:
-    """Those of this process. Callbacks are registered when the first object asks for them."""
+    """All callbacks of this process; hooked into the interpreter when the first one is added."""
 
     def __init__(self) -> None:
         self._open: dict[int, _Ending] = {}
@@ -61,27 +62,27 @@ class _Endings:
         import concurrent.futures.thread  # noqa: F401, PLC0415 - it registers first, so it runs last
 
         atexit.register(self._close_all)
-        # Private, but the only point at which forked processes of multiprocessing come past, and at
-        # which pools still work; without it everything is done at `atexit`.
+        # Private, but the only point that forked processes of multiprocessing reach and at which
+        # pools still work; without it all callbacks run at `atexit`.
         register = getattr(threading, "_register_atexit", None)
         if register is not None:
-            with contextlib.suppress(RuntimeError):  # the end has begun
+            with contextlib.suppress(RuntimeError):  # the shutdown has begun
                 register(self._finish_all)
 
     def _finish_all(self) -> None:
         self.is_ending = True
-        for one in self._of_this_process():
-            if one.finish is not None:
-                _call(one.finish)
+        for ending in self._of_this_process():
+            if ending.finish is not None:
+                _call(ending.finish)
 
     def _close_all(self) -> None:
         self.is_ending = True
-        for one in self._of_this_process():
-            _call(one.close)
+        for ending in self._of_this_process():
+            _call(ending.close)
 
     def _of_this_process(self) -> list[_Ending]:
-        """Return the newest first: it may lean on older ones."""
-        return [one for one in reversed(self._open.values()) if one.pid == os.getpid()]
+        """Return the newest first: it may depend on older ones."""
+        return [ending for ending in reversed(self._open.values()) if ending.pid == os.getpid()]
 
 
 def _call(step: Callable[[], None]) -> None:
@@ -97,19 +98,19 @@ _ENDINGS: Final = _Endings()
 def at_exit(
     *, close: Callable[[], None], finish: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """Have two functions called when this process ends. What they raise is logged.
+    """Register two functions to be called when this process ends. Their exceptions are logged.
 
     Args:
-        close: Gives everything back. Not called in forked processes of ``multiprocessing``.
-        finish: Waits for what is under way. Called before the program's own threads are waited for,
-            which may still use the object.
+        close: Releases all resources. Not called in forked processes of ``multiprocessing``.
+        finish: Waits for work in flight. Called before the interpreter waits for the program's own
+            threads, which may still use the object.
 
     Returns:
-        What takes that back. Until then both functions, and what they hold, are kept.
+        A function that removes both. Until then both functions are referenced.
     """
     return _ENDINGS.add(_Ending(os.getpid(), finish, close))
 
 
 def is_ending() -> bool:
-    """Whether the interpreter ends, so that no thread, process or pool may be started any more."""
+    """Whether the interpreter is shutting down: no thread, process or pool may be started."""
     return _ENDINGS.is_ending or not threading.main_thread().is_alive()

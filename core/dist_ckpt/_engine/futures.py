@@ -1,4 +1,4 @@
-"""The future that knows whether its failure was told.
+"""The future that knows whether its failure was reported.
 
 Not here: what runs behind it (``checkpoint_process``). Used locally, from any thread.
 """

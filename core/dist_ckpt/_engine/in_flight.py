@@ -1,7 +1,7 @@
-"""Which paths the background saves of this process are still going to write.
+"""The paths that background saves of this process have not committed yet.
 
-Here: the list of those who write in the background, and the check. Not here: the saves
-(``_settling``). Local, any thread. Weak: whoever is collected has nothing in flight.
+Here: the list of background writers, and the check of a path. Not here: the saves (``_settling``).
+Local, any thread. References are weak: a writer that was collected has nothing in flight.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["Writer", "add_writer", "check_not_in_flight"]
 
 
 class Writer(Protocol):
-    """Somebody who writes checkpoints in the background."""
+    """An object that writes checkpoints in the background."""
 
     @property
     def in_flight(self) -> Iterable[Path]:
-        """Where the saves go that have not ended."""
+        """The targets of the saves that have not ended."""
 
     def is_own_thread(self) -> bool:
-        """Whether the calling thread runs what is queued behind these saves, in their order."""
+        """Whether the calling thread is the writer's own, which runs actions between its saves."""
 
 
 _LOCK: Final = threading.Lock()
@@ -34,7 +34,7 @@ _WRITERS: Final[weakref.WeakSet[Writer]] = weakref.WeakSet()
 
 
 def add_writer(writer: Writer) -> None:
-    """Have a writer asked for as long as it lives."""
+    """Include a writer in all checks for as long as it lives."""
     with _LOCK:
         _WRITERS.add(writer)
 
@@ -44,22 +44,22 @@ def check_not_in_flight(path: Path, what: str, *, but_for: Writer | None = None)
 
     Args:
         path: Any path.
-        what: What is refused, for the message: "saved" or "removed".
-        but_for: A writer whose saves are in order with what the caller does.
+        what: The operation that is refused, for the message: "saved" or "removed".
+        but_for: A writer that is not asked, as the caller's operation is in order with its saves.
 
     Raises:
-        ConfigError: It is in flight: whichever ended last would stand there, the older state too.
+        ConfigError: It is in flight. The save that ended last, maybe the older one, would win.
     """
     with _LOCK:
-        writers = [one for one in _WRITERS if one is not but_for]
+        writers = [writer for writer in _WRITERS if writer is not but_for]
     wanted = None
     for writer in writers:
-        found = tuple(writer.in_flight)
-        if not found or writer.is_own_thread():
+        in_flight = tuple(writer.in_flight)
+        if not in_flight or writer.is_own_thread():
             continue
         wanted = wanted or os.path.realpath(path)
-        if any(os.path.realpath(one) == wanted for one in found):
+        if any(os.path.realpath(target) == wanted for target in in_flight):
             raise ConfigError(
                 f"{path} cannot be {what}: a BackgroundSaver of this process is still writing it.",
-                hint="call wait(path) of that saver before, on every rank; or use that saver.",
+                hint="call wait(path) of that saver first, on every rank; or use that saver.",
             )

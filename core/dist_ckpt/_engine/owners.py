@@ -89,7 +89,7 @@ class Owner:
 
 @functools.cache
 def host_identity() -> str:
-    """Return what tells this machine from others: its kernel's start, or its name."""
+    """Return an identifier of this machine: its kernel's boot id, or its name."""
     return _line_of("/proc/sys/kernel/random/boot_id") or socket.gethostname()
 
 

@@ -161,13 +161,13 @@ def _read_own(
     directory: Path, store: Store, manifest: Manifest, config: CheckpointingConfig
 ) -> CheckpointContents:
     backend = (config.sharded_backend, config.sharded_backend_version)
-    # DCP's document says what our index says, and no reader of ours needs it. A strategy of another
+    # DCP's document repeats our index, and our readers do not need it. A strategy of another
     # package may need a file of this name.
     is_spare = backend == _TORCH_DIST and not manifest.files.keys().isdisjoint(_INDICES)
     optional = frozenset({METADATA_FILE} if is_spare else ())
     absent = check_files(directory, manifest, optional=optional)
     if absent:
-        _tell_absent(directory, manifest.checkpoint_id)
+        _warn_of_absent_metadata(directory, manifest.checkpoint_id)
     files = ManifestFiles(directory, manifest, absent)
     store = VerifiedStore(store, files.files, directory)
     # The marker was read before the manifest, which knows what it must be.
@@ -199,8 +199,8 @@ def _read_own(
     )
 
 
-@functools.lru_cache(maxsize=128)  # one note for a checkpoint, however often it is opened
-def _tell_absent(directory: Path, checkpoint_id: str) -> None:
+@functools.lru_cache(maxsize=128)  # one warning for a checkpoint, however often it is opened
+def _warn_of_absent_metadata(directory: Path, checkpoint_id: str) -> None:
     logger.warning(
         "%s: %s is missing (was it copied by `cp ckpt/* dst/`?). The checkpoint is whole without "
         "it; only tools of torch.distributed.checkpoint need it. "
@@ -208,7 +208,7 @@ def _tell_absent(directory: Path, checkpoint_id: str) -> None:
         directory,
         METADATA_FILE,
     )
-    del checkpoint_id
+    del checkpoint_id  # a part of the cache's key
 
 
 def _read_index(

@@ -222,10 +222,10 @@ def check_files(
         if problem == _missing(name):
             missing.add(name)
     absent = missing & optional
-    told = [problem for name, problem in problems.items() if name not in absent]
-    if told:
+    reported = [problem for name, problem in problems.items() if name not in absent]
+    if reported:
         raise CorruptedCheckpointError(
-            f"{directory}: {shortened(told)}.", hint=_copy_hint(problems, missing)
+            f"{directory}: {shortened(reported)}.", hint=_copy_hint(problems, missing)
         )
     return frozenset(absent)
 

@@ -123,8 +123,8 @@ def key_of_object(unique_key: str) -> str:
 def describe_unexpected(keys: Sequence[str], known: Iterable[str]) -> list[str]:
     """Return one line for each requested key that is not stored, with the nearest stored one.
 
-    Keys are those of tensors and objects, without the position of a shard: what objects of the
-    checkpoint have in common would outweigh what the keys have.
+    Keys are those of tensors and objects, without the position of a shard: that suffix is common
+    to all objects, and would make unrelated keys look similar.
     """
     names = list(known)
     lines = []

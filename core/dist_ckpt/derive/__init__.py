@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from dist_ckpt.derive.layout import FlatPiece, LocalTensor, ModelLayout, Part, TensorLayout
-from dist_ckpt.derive.model import model_layout, sharded_model_state
+from dist_ckpt.derive.model import model_layout, sharded_model_state, without_wrappers
 from dist_ckpt.derive.optim import check_optimizer, check_optimizers, sharded_optimizer_state
 from dist_ckpt.derive.optim_load import load_optimizer_state, optimizer_template
 from dist_ckpt.derive.protocol import local_state_dict
@@ -44,6 +44,7 @@ __all__ = [
     "sharded_model_state",
     "sharded_optimizer_state",
     "sharded_state_dict",
+    "without_wrappers",
 ]
 
 

@@ -1,11 +1,11 @@
 """What a checkpoint keeps of a model beside tensors: names in order, versions, ties, values.
 
-Here: the document's form, and reading it, merged over the ranks that wrote one. Not here: what a
-model has to tell (``derive.protocol``), storing the document (``training_state``). Pure functions.
+Here: the document's form, and reading the documents of several ranks as one. Not here: the content
+of a model's state (``derive.protocol``), storing the document (``training_state``). Pure functions.
 
 Form: ``{"names": [...], "versions": [[version, [module prefixes]], ...], "metadata": {prefix:
 {...}}, "tied": {other name: name of the stored tensor}, "values": {name: value}, "whole": bool}``.
-``metadata`` has only modules that note more than their version.
+``metadata`` has only modules whose metadata is more than a version.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class ModelDocument:
     """A model's document, read.
 
     Attributes:
-        names: In the order of the state dict; empty if the checkpoint does not tell.
-        metadata: Module prefix to what was noted of it; None if the checkpoint does not tell.
+        names: In the order of the state dict; empty if the checkpoint does not have them.
+        metadata: Module prefix to the module's metadata; None if the checkpoint does not have it.
         tied: Other name to the name whose tensor is stored.
-        values: Entries that are no tensors.
-        is_of_parts: Whether ranks have stored entries that rank 0 does not have.
-        is_whole: Whether ``names`` are all there are: another rank's tensors under other names are
-            none of the state dict.
+        values: Entries that are not stored as tensors.
+        is_of_parts: Whether other ranks have stored entries that rank 0 does not have.
+        is_whole: Whether ``names`` is complete: another rank's tensors under further names are not
+            part of the state dict.
     """
 
     names: tuple[str, ...] = ()
@@ -51,8 +51,8 @@ class ModelDocument:
             metadata=None
             if self.metadata is None
             else {
-                name(f"{prefix}." if prefix else "").removesuffix("."): noted
-                for prefix, noted in self.metadata.items()
+                name(f"{prefix}." if prefix else "").removesuffix("."): of_module
+                for prefix, of_module in self.metadata.items()
             },
             tied={name(k): name(v) for k, v in self.tied.items()},
             values={name(k): v for k, v in self.values.items()},
@@ -66,7 +66,7 @@ class ModelDocument:
         ordered = OrderedDict((name, entries[name]) for name in (known | dict.fromkeys(entries)))
         if self.metadata is not None:
             vars(ordered)["_metadata"] = OrderedDict(
-                (prefix, dict(noted)) for prefix, noted in self.metadata.items()
+                (prefix, dict(of_module)) for prefix, of_module in self.metadata.items()
             )
         return ordered
 
@@ -75,11 +75,11 @@ def model_document(state: ModelState, stored: StoredState, *, is_whole: bool) ->
     """Return what is to be stored beside the tensors of a model; see ``ModelDocument``."""
     by_version: dict[int, list[str]] = {}
     metadata: dict[str, Any] = {}
-    for prefix, noted in state.metadata.items():
-        if noted.keys() == {"version"} and type(noted["version"]) is int:
-            by_version.setdefault(noted["version"], []).append(prefix)
+    for prefix, of_module in state.metadata.items():
+        if of_module.keys() == {"version"} and type(of_module["version"]) is int:
+            by_version.setdefault(of_module["version"], []).append(prefix)
         else:
-            metadata[prefix] = dict(noted)
+            metadata[prefix] = dict(of_module)
     return {
         "names": list(state.names),
         "versions": [[version, prefixes] for version, prefixes in by_version.items()],
@@ -91,7 +91,7 @@ def model_document(state: ModelState, stored: StoredState, *, is_whole: bool) ->
 
 
 def read_documents(documents: Sequence[Any], *, where: str) -> ModelDocument:
-    """Return what all documents of one model tell together; of two that differ, the first counts.
+    """Merge all documents of one model; where two differ, the first one counts.
 
     Args:
         documents: In the order of the ranks that wrote them.
@@ -104,26 +104,31 @@ def read_documents(documents: Sequence[Any], *, where: str) -> ModelDocument:
     metadata: dict[str, Mapping[str, Any]] = {}
     tied: dict[str, str] = {}
     values: dict[str, Any] = {}
-    for one in documents:
+    for document in documents:
         try:
-            names |= dict.fromkeys(one["names"])
-            noted = {
-                prefix: {"version": v} for v, prefixes in one["versions"] for prefix in prefixes
+            names |= dict.fromkeys(document["names"])
+            of_modules = {
+                prefix: {"version": version}
+                for version, prefixes in document["versions"]
+                for prefix in prefixes
             }
-            noted |= one["metadata"]
-            metadata = {**noted, **metadata}
-            tied = {**one["tied"], **tied}
-            values = {**one["values"], **values}
+            of_modules |= document["metadata"]
+            metadata = {**of_modules, **metadata}
+            tied = {**document["tied"], **tied}
+            values = {**document["values"], **values}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptedCheckpointError(
-                f"{where}: the document of a model's state is malformed ({error!r})."
+                f"{where}: the document of a model's state is malformed ({error!r}).",
+                hint="use another checkpoint.",
             ) from error
     texts = (*names, *metadata, *tied, *tied.values(), *values)
     if not all(type(text) is str for text in texts) or not all(
-        isinstance(noted, dict) for noted in metadata.values()
+        isinstance(of_module, dict) for of_module in metadata.values()
     ):
         raise CorruptedCheckpointError(
-            f"{where}: the document of a model's state has names that are no text."
+            f"{where}: the document of a model's state has names that are not strings, or metadata "
+            "that is not a dict.",
+            hint="use another checkpoint.",
         )
     return ModelDocument(
         names=tuple(names),
@@ -136,7 +141,7 @@ def read_documents(documents: Sequence[Any], *, where: str) -> ModelDocument:
 
 
 def read_early_sections(tied: Mapping[str, str], extra_state: Mapping[str, Any]) -> ModelDocument:
-    """Return what checkpoints of before these documents tell: ties, and ``get_extra_state``."""
+    """Return the document of a checkpoint that has only ties and extra state (earlier versions)."""
     values = {
         f"{module}.{EXTRA_STATE}".removeprefix("."): value for module, value in extra_state.items()
     }

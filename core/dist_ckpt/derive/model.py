@@ -104,15 +104,15 @@ def sharded_model_state(layout: ModelLayout, *, prefix: str) -> ShardedStateDict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A module in the tree, and what the wrappers above it promise.
+    """A module in the tree, and what the wrappers above it guarantee.
 
     Attributes:
         module: The module.
         prefix: Its canonical prefix.
-        path: Its prefix with the names of wrappers, as torch's own state dicts have it.
+        path: Its prefix with the names of wrappers, as in torch's own state dicts.
         equal: Whether DDP keeps its parameters equal on all ranks.
         in_fsdp: Whether FSDP1 shards its parameters.
-        ignored: Canonical names that DDP leaves alone.
+        ignored: Canonical names that DDP ignores.
     """
 
     module: nn.Module
@@ -139,9 +139,9 @@ def bare_module(model: nn.Module) -> nn.Module:
 
 
 def is_odd(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not dense memory of its own: quantised, sparse, nested, a wrapper class.
+    """Whether a tensor is not plain dense memory: quantised, sparse, nested or of a wrapper class.
 
-    Such a tensor has no boxes: it is stored as a value.
+    Such a tensor cannot be cut into boxes: it is stored as a value.
     """
     if type(tensor) in {torch.Tensor, nn.Parameter} or isinstance(tensor, DTensor):
         return tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested
@@ -169,7 +169,7 @@ def _places(model: nn.Module, place: Place) -> Iterator[Place]:
 
 
 def is_hidden(module: nn.Module, name: str) -> bool:
-    """Whether the child of this name stands for ``module`` itself in canonical names."""
+    """Whether the child of this name has the canonical name of ``module`` itself."""
     if name in _WRAPPER_NAMES:
         return len(module._modules) == 1  # noqa: SLF001 - a user's module may have such a child, too
     return name == "module" and hides_child(module)

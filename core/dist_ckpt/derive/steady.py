@@ -55,10 +55,10 @@ def _keys(
 
 
 def _only_steps(optimizer: Any) -> bool:
-    """Whether nothing but a step that calls torch's hooks changes what the optimizer holds.
+    """Whether the optimizer changes its tensors only in a step that calls torch's hooks.
 
-    Those hooks wait for the copy. A class that is not torch's may change parameters in methods of
-    its own: schedule-free ones in ``eval()``, sharpness-aware ones in ``first_step()``.
+    Those hooks wait for the copy. Classes of other libraries may change parameters in further
+    methods: schedule-free ones in ``eval()``, sharpness-aware ones in ``first_step()``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return False

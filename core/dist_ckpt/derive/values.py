@@ -1,8 +1,8 @@
-"""A model's state dict entry by entry: which are stored as tensors, how they are cut, which not.
+"""A model's state dict entry by entry: which entries are stored as tensors, and how they are cut.
 
-Here: ``stored_state``, and the way back for tensors that cannot be read in place. Not here: what
-the entries are (``derive.protocol``), where parameters and buffers lie (``derive.model``). Called
-on every rank, locally.
+Here: ``stored_state``, and filling tensors that cannot be read in place. Not here: the entries
+themselves (``derive.protocol``), the memory of parameters and buffers (``derive.model``). Called on
+every rank, locally.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredState:
-    """A model's state, taken apart for a save.
+    """A model's state, split for a save.
 
     Attributes:
         tensors: ``{name: ShardedTensor or list of them}``.
         tied: Other name to the name whose tensor it shares.
-        values: Entries that are no plain tensors; they are stored as values.
+        values: Entries that are not plain tensors; they are stored as values.
     """
 
     tensors: ShardedStateDict
@@ -54,21 +54,22 @@ def stored_state(
 ) -> StoredState:
     """Describe what this rank stores of a model; the tensors' keys are ``prefix + name``.
 
-    Parameters and buffers are cut as the layout says. Of the other entries a DTensor is cut as it
-    says itself, a plain tensor shaped like this rank's part of the parameter of that name like that
-    parameter; any other plain tensor is stored whole. What every rank holds whole is the lowest
-    rank's: DDP keeps parameters equal, not what a module makes of them.
+    Parameters and buffers are cut as the layout says. Of the other entries, a DTensor is cut by its
+    own placements, and a plain tensor with the shape of this rank's part of the parameter of that
+    name is cut like that parameter; any other plain tensor is stored whole. Of tensors that every
+    rank holds whole, the lowest rank's is stored: DDP keeps parameters equal, but not what a module
+    makes of them.
 
     Args:
-        state: What there is.
-        layout: Of the model.
-        prefix: Begin of all keys.
+        state: The state to store.
+        layout: Layout of the model.
+        prefix: Prefix of all keys.
         stores_values: Whether this rank stores what is not cut; of several, the lowest rank's
             counts.
 
     Raises:
-        InvalidShardingError: A module makes entries out of sharded parameters in a form that says
-            nothing of the sharding; all such entries are named.
+        InvalidShardingError: A module makes entries of its sharded parameters in a form that does
+            not describe the sharding; all such entries are named.
     """
     problems = _packed(state, layout)
     if problems:
@@ -108,7 +109,7 @@ def stored_state(
 
 
 def is_plain_tensor(value: Any) -> bool:
-    """Whether a value can be stored as a tensor of its own: dense, with data, of no other class."""
+    """Whether a value is stored as a tensor: dense, and a DTensor or of torch's own classes."""
     if not isinstance(value, torch.Tensor):
         return False
     if isinstance(value, DTensor):
@@ -122,7 +123,7 @@ def is_plain_tensor(value: Any) -> bool:
 
 
 def copy_box(shard: ShardedTensor, whole: torch.Tensor) -> None:
-    """Copy from a whole tensor the box that ``shard`` describes, into its data."""
+    """Copy the box that ``shard`` describes from a whole tensor into its data."""
     slices = tuple(
         slice(start, start + size)
         for start, size in zip(shard.global_offset, shard.local_shape, strict=True)
@@ -135,7 +136,7 @@ def copy_box(shard: ShardedTensor, whole: torch.Tensor) -> None:
 
 
 def _packed(state: ModelState, layout: ModelLayout) -> list[str]:
-    """Return what modules have made out of parameters that are cut, one line for each entry."""
+    """Return one line for each entry that a module has made of parameters that are cut."""
     cut = {
         name.rpartition(".")[0]
         for name, item in layout.tensors.items()
@@ -147,7 +148,7 @@ def _packed(state: ModelState, layout: ModelLayout) -> list[str]:
         if item.layout.local_shape != item.layout.global_shape and item.local.numel()
     }
     memory.discard(None)
-    found = []
+    problems = []
     for name, value in state.values.items() if cut else ():
         own = owned_by(layout, name)
         follows = (
@@ -158,19 +159,19 @@ def _packed(state: ModelState, layout: ModelLayout) -> list[str]:
         is_extra = name.rpartition(".")[2] == EXTRA_STATE
         if isinstance(value, DTensor) or follows:
             continue
-        # Extra state and entries of modules above are their own, unless they are such a parameter.
-        is_part = any(_memory_of(one) in memory for one in _tensors_in(value))
+        # Extra state and entries of parent modules are allowed, unless they share that memory.
+        is_part = any(_memory_of(tensor) in memory for tensor in _tensors_in(value))
         if not is_part and (is_extra or not has_tensors(value)):
             continue
         module = name.rpartition(".")[0]
         while module and module not in state.metadata:
             module = module.rpartition(".")[0]
         if is_part or module in cut:
-            found.append(
+            problems.append(
                 f"{name!r} ({type(value).__name__}), which module {module or '(root)'!r} makes "
                 f"while its parameters are sharded"
             )
-    return found
+    return problems
 
 
 def has_tensors(value: Any) -> bool:
@@ -182,15 +183,15 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors_in(one)
+        for item in value.values():
+            yield from _tensors_in(item)
     elif isinstance(value, (list, tuple, set, frozenset)):
-        for one in value:
-            yield from _tensors_in(one)
+        for item in value:
+            yield from _tensors_in(item)
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:
-    """Return where a tensor's storage begins; None if it has none of its own."""
+    """Return the address of a tensor's storage; None if it has no storage of its own."""
     tensor = local_of(tensor)
     if type(tensor) not in {torch.Tensor, nn.Parameter} or tensor.layout != torch.strided:
         return None
@@ -198,11 +199,11 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def fill_shared(layout: ModelLayout, loaded: Mapping[str, Any]) -> None:
-    """Fill tensors whose elements share memory (``expand``): they were read aside, not in place.
+    """Fill tensors whose elements share memory (``expand``): they were not read in place.
 
     Args:
-        layout: The model.
-        loaded: What was read, by name; tensors that were filled in place are passed over.
+        layout: Layout of the model.
+        loaded: What was read, by name; tensors that were filled in place are skipped.
 
     Raises:
         MismatchError: Elements that share memory in the model differ in the checkpoint.
@@ -216,14 +217,15 @@ def fill_shared(layout: ModelLayout, loaded: Mapping[str, Any]) -> None:
             local[shared].copy_(value[shared])
         if any(diff({name: local}, {name: value})):
             raise MismatchError(
-                f"{name!r}: elements that differ in the checkpoint share memory in the model."
+                f"{name!r}: elements that differ in the checkpoint share memory in the model.",
+                hint="make the tensor contiguous (clone()) before the load.",
             )
 
 
 def _described(
     key: str, value: torch.Tensor, layout: ModelLayout, name: str, *, stores_values: bool
 ) -> ShardedTensor | list[ShardedTensor] | None:
-    """Return the description; None if others tell of it."""
+    """Return the description; None if only other ranks store the tensor."""
     own = owned_by(layout, name)
     if isinstance(value, DTensor):
         return dtensor_layout(value, name=name).shard(key, local_of(value))
