@@ -164,7 +164,7 @@ def _same(a: Any, b: Any) -> bool:
         return np.array_equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(value, b[key]) for key, value in a.items())
-    if isinstance(a, tuple | list) and any(isinstance(one, np.ndarray) for one in a):
+    if isinstance(a, tuple | list) and any(isinstance(item, np.ndarray) for item in a):
         return len(a) == len(b) and all(map(_same, a, b))
     return bool(a == b)
 

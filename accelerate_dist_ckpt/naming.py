@@ -224,7 +224,10 @@ def _folder(accelerator: Accelerator) -> Path:
 def _local(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if "://" in text:  # it would become a folder of that name in the working directory
-        raise ConfigError(f"{text}: checkpoints are saved to local or mounted file systems only.")
+        raise ConfigError(
+            f"{text}: checkpoints are saved to local or mounted file systems only.",
+            hint="save to a local folder, and upload what is committed from there.",
+        )
     return os.path.abspath(text)  # noqa: PTH100 - resolve() would follow a link
 
 

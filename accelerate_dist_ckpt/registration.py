@@ -149,10 +149,11 @@ def _refuse_trainer(accelerator: Accelerator) -> None:
     """
     if "transformers.trainer" not in sys.modules:
         return
-    for one in gc.get_objects():
-        if _is_trainers(type(one)) and vars(one).get("accelerator") is accelerator:
+    for candidate in gc.get_objects():
+        cls = type(candidate)
+        if _is_trainers(cls) and vars(candidate).get("accelerator") is accelerator:
             raise ConfigError(
-                f"This Accelerator is that of a {type(one).__name__} of transformers, which writes "
+                f"This Accelerator is that of a {cls.__name__} of transformers, which writes "
                 "checkpoints of its own and never calls save_state: the DistCkptIO would do "
                 "nothing.",
                 hint=_TRAINER_HINT,

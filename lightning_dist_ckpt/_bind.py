@@ -134,7 +134,7 @@ def check_saved_optimizers(trainer: Any) -> None:
     """
     is_bound = isinstance(getattr(trainer.strategy, "dist_ckpt_binding", None), Binding)
     callbacks = trainer.checkpoint_callbacks
-    if not is_bound or all(getattr(one, "save_weights_only", False) for one in callbacks):
+    if not is_bound or all(getattr(callback, "save_weights_only", False) for callback in callbacks):
         return
     try:
         check_optimizers(trainer.strategy.optimizers, [trainer.strategy.model])

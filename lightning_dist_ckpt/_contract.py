@@ -38,17 +38,19 @@ def foreign_definitions(one: object, names: Collection[str]) -> list[str]:
     mro = [cls for cls in type(one).__mro__ if "dist_ckpt_base" not in vars(cls)]
     # An attribute of the object itself would hide our method: no class can opt in for that.
     attributes = getattr(one, "__dict__", {})
-    found = [f"{mro[0].__name__}.{name} (on the object)" for name in names if name in attributes]
+    definitions = [
+        f"{mro[0].__name__}.{name} (on the object)" for name in names if name in attributes
+    ]
     if getattr(mro[0], _OPT_IN, True) is False:
-        found.append(f"{mro[0].__name__}.{_OPT_IN} = False")
+        definitions.append(f"{mro[0].__name__}.{_OPT_IN} = False")
     covering = [cls for cls in mro if vars(cls).get(_OPT_IN) is True]
     in_effect = set(names)
     for cls in mro[: mro.index(object)]:
         if is_lightnings_own(cls):
             in_effect -= vars(cls).keys()
         elif not any(issubclass(covered, cls) for covered in covering):
-            found += [f"{cls.__name__}.{name}" for name in in_effect & vars(cls).keys()]
-    return sorted(found)
+            definitions += [f"{cls.__name__}.{name}" for name in in_effect & vars(cls).keys()]
+    return sorted(definitions)
 
 
 def check_contract(replaced: Iterable[tuple[str, object, Collection[str]]]) -> None:
@@ -60,15 +62,15 @@ def check_contract(replaced: Iterable[tuple[str, object, Collection[str]]]) -> N
     Raises:
         ConfigError: Third-party classes define some of them; all are named.
     """
-    found = [
+    definitions = [
         f"{role} {definition}"
         for role, one, names in replaced
         for definition in foreign_definitions(one, names)
     ]
-    if found:
+    if definitions:
         raise ConfigError(
             "DistCkptIO saves and loads in its own way, past what is defined here: "
-            f"{', '.join(dict.fromkeys(found))}.",
+            f"{', '.join(dict.fromkeys(definitions))}.",
             hint=f"remove the definition; or, where nothing is lost without it, set {_OPT_IN} = "
             "True in its class, or in a subclass of yours; or take DistCkptIO out of the Trainer's "
             "plugins (enabled: false).",

@@ -46,7 +46,9 @@ def check_holder(io: DistCkptIO) -> None:
         ConfigError: A strategy of Fabric holds it, and fields are set that have no effect there.
     """
     is_affected = any(getattr(io.config, name) for name in _UNSERVED)
-    if is_affected and any(vars(one).get("_checkpoint_io") is io for one in _strategies()):
+    if is_affected and any(
+        vars(strategy).get("_checkpoint_io") is io for strategy in _strategies()
+    ):
         check_fields(io)
 
 

@@ -77,7 +77,7 @@ class FitSaves:
         self._newest = Outcome()
         self._memory = memory
         self._to_tell: list[Any] = []
-        self._watched = [one for one in trainer.checkpoint_callbacks if watch(one)]
+        self._watched = [callback for callback in trainer.checkpoint_callbacks if watch(callback)]
         self._saver.start()
 
     # -- saves

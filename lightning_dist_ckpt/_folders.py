@@ -30,7 +30,7 @@ _FINDERS = ("LearningRateFinder", "BatchSizeFinder")
 def without_scheme(path: PathLike) -> str:
     """Return a path without ``file://``."""
     text = os.fspath(path)
-    return next((text.removeprefix(one) for one in _LOCAL if text.startswith(one)), text)
+    return next((text.removeprefix(scheme) for scheme in _LOCAL if text.startswith(scheme)), text)
 
 
 def is_url(path: PathLike) -> bool:
@@ -90,7 +90,9 @@ def _folders(trainer: Any, *, preemption: bool) -> Iterator[tuple[str, str]]:
                 yield "default_root_dir", root
     environment = trainer._accelerator_connector.cluster_environment  # noqa: SLF001 - no public way
     requeues = is_lightnings(environment, "SLURMEnvironment") and environment.auto_requeue
-    finds = any(is_lightnings(one, name) for one in trainer.callbacks for name in _FINDERS)
+    finds = any(
+        is_lightnings(callback, name) for callback in trainer.callbacks for name in _FINDERS
+    )
     if requeues or finds or (preemption and not known):
         yield "default_root_dir", root
 

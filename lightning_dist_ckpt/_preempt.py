@@ -208,14 +208,14 @@ def _saves_on_exception(trainer: Any) -> bool:
 
 def _keeper(trainer: Any) -> Any:
     """Return the ModelCheckpoint that keeps the last checkpoint, or could; None without one."""
-    found = [one for one in model_checkpoints(trainer) if not one.save_weights_only]
+    found = [callback for callback in model_checkpoints(trainer) if not callback.save_weights_only]
     return next((one for one in found if one.save_last), found[0] if found else None)
 
 
 def _path_beside(trainer: Any) -> Path:
     """Return where to save without the help of a callback."""
-    known = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
-    folders = [one for one in known if one and isinstance(one, str | os.PathLike)]
+    known = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    folders = [folder for folder in known if folder and isinstance(folder, str | os.PathLike)]
     return Path(folders[0] if folders else Path(trainer.default_root_dir, "checkpoints"), _NAME)
 
 

@@ -202,7 +202,7 @@ class DistCkptIO(CheckpointIO):
         """Save whole values of this process alone, as a checkpoint directory. Not collective.
 
         Raises:
-            ConfigError: Fabric calls, and the plugin has fields that nobody would follow there.
+            ConfigError: Fabric calls, and the plugin has fields that have no effect there.
             CheckpointingException: It failed; what stood at ``path`` is still there.
         """
         if not self.config.enabled:
@@ -262,7 +262,10 @@ def checked_target(path: PathLike, storage_options: object) -> Path:
         ConfigError: ``path`` is no local path, or options are given that nobody would follow.
     """
     if is_url(path):
-        raise ConfigError(f"{path}: checkpoints are saved to local or mounted file systems only.")
+        raise ConfigError(
+            f"{path}: checkpoints are saved to local or mounted file systems only.",
+            hint="save to a local folder, and upload what is committed from there.",
+        )
     if storage_options is not None:
         raise ConfigError(
             f"storage_options={storage_options!r}: DistCkptIO has no options for a single save.",

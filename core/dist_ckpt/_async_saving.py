@@ -283,7 +283,8 @@ class _Step:
         # No number comes twice, so that nobody takes another plan for the one he remembers.
         number = secrets.randbits(62) + 1
         return [
-            _Departure(number, directory, one, address, self.planner.name, differs) for one in work
+            _Departure(number, directory, assignment, address, self.planner.name, differs)
+            for assignment in work
         ]
 
     def _begin(self) -> Path:

@@ -257,7 +257,7 @@ def _write(
             arena.close()
         if barrier is not None:
             barrier.begin(request.number)
-        # By name: a writer of somebody else may have them in the other order.
+        # By name: a user's writer may have them in the other order.
         writer.write(state_dict=state_dict, path=path, **kwargs)
     except Exception as error:  # noqa: BLE001 - told to the rank
         return _Answer(_portable(error))

@@ -125,7 +125,7 @@ def find_roots(keys: Collection[str], objects: Collection[str], own: Collection[
     names = frozenset(keys)
     root = _root_for(names, own) if own else _likely_root(names)
     mine = frozenset(own)
-    return Roots(root, _optimizers(root, {*names, *objects} - {root + one for one in mine}), mine)
+    return Roots(root, _optimizers(root, {*names, *objects} - {root + name for name in mine}), mine)
 
 
 def _documented(names: Collection[str]) -> list[str]:
@@ -145,7 +145,7 @@ def _root_for(names: frozenset[str], own: Collection[str]) -> str:
         if key.endswith(f".{end}")
     }
     fits = [root for root in dict.fromkeys((*documented, *sorted(other)))
-            if all(root + one in names for one in own)]  # fmt: skip
+            if all(root + name in names for name in own)]  # fmt: skip
     preferred = [root for root in fits if root in documented] or fits
     if len(preferred) > 1:
         candidates = [f"{root}{min(own)}" for root in preferred]
@@ -156,7 +156,7 @@ def _root_for(names: frozenset[str], own: Collection[str]) -> str:
         )
     if preferred:
         return preferred[0]
-    counts = {root: sum(root + one in names for one in own) for root in documented}
+    counts = {root: sum(root + name in names for name in own) for root in documented}
     best = max(counts.values())
     most = [root for root, count in counts.items() if count == best]
     if best and len(most) > 1:
@@ -207,11 +207,11 @@ def _optimizers_below(parent: str, keys: Collection[str]) -> tuple[str, ...]:
             match = _OPTIMIZER.fullmatch(first)
             if match and rest.partition(".")[0] in (_STATE, _GROUPS):
                 found.setdefault(int(match[1] or 0), set()).add(f"{parent}{first}.")
-    twice = [one for roots in found.values() if len(roots) > 1 for one in sorted(roots)]
+    twice = [root for roots in found.values() if len(roots) > 1 for root in sorted(roots)]
     if twice:
         raise MismatchError(
             "the checkpoint has the state of one optimizer under two names: "
-            f"{shortened([repr(one) for one in twice])}.",
+            f"{shortened([repr(root) for root in twice])}.",
             hint="load the one you want by `dist_ckpt.load` with the keys of its tensors.",
         )
     return tuple(next(iter(found[j])) for j in sorted(found))

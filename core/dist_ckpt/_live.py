@@ -220,7 +220,7 @@ def _signature(objects: LiveObjects, entries: Sequence[Entries | None]) -> _Sign
         found.append("model")
         _add_model(found, tensors, model)
     if any(of_model is not None for of_model in entries):
-        tensors = [None if one is None or is_odd(one) else one for one in tensors]
+        tensors = [None if tensor is None or is_odd(tensor) else tensor for tensor in tensors]
     for of_model in entries:
         if of_model is not None:
             found += ("entries", *of_model.values)

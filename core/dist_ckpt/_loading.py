@@ -279,12 +279,12 @@ def _match(
     wanted = wanted_of(table, known.index.tensors)
     absent = {table.keys[at] for at in np.flatnonzero(~wanted.stored.is_tensor).tolist()}
     stored = {*known.index.keys_of("object"), *known.objects} if parts.objects else set()
-    objects = [one for one in parts.objects if one.unique_key in stored]
+    objects = [leaf for leaf in parts.objects if leaf.unique_key in stored]
     unexpected, lines = absent, list[str]()
     tensors = parts.tensors
     if absent or len(objects) < len(parts.objects):
         tensors = tuple(one for one in parts.tensors if one.key not in absent)
-        lacking = [one for one in parts.objects if one.unique_key not in stored]
+        lacking = [leaf for leaf in parts.objects if leaf.unique_key not in stored]
         unexpected, lines = _unexpected(absent, lacking, known)
     cast = source.chosen(options).cast == "allow"
     if not agreeing_boxes(table, wanted, cast=cast).all():
@@ -295,7 +295,7 @@ def _match(
     _check_conversions(casts, str(contents.directory))
     view = RankView(
         table,
-        tuple(one.without_data() for one in parts.objects),
+        tuple(leaf.without_data() for leaf in parts.objects),
         casts=casts,
         unexpected=tuple(lines),
         policy=policy,
@@ -321,24 +321,24 @@ def _unexpected(
             difference of keys, so no policy lets it pass.
     """
     shards = [*known.index.keys_of("object"), *known.objects]
-    objects = {key_of_object(one): one for one in shards}
+    objects = {key_of_object(shard): shard for shard in shards}
     tensors = set(known.index.keys_of("tensor"))
     problems = [
         f"{key!r}: a tensor is expected, an object is stored" for key in sorted(absent & {*objects})
     ]
-    for one in lacking:
-        if one.key in objects:
+    for leaf in lacking:
+        if leaf.key in objects:
             problems.append(
-                f"Object shard {one.unique_key} not found: {objects[one.key]} is stored"
+                f"Object shard {leaf.unique_key} not found: {objects[leaf.key]} is stored"
             )
-        elif one.key in tensors:
-            problems.append(f"{one.key!r}: an object is expected, a tensor is stored")
+        elif leaf.key in tensors:
+            problems.append(f"{leaf.key!r}: an object is expected, a tensor is stored")
     if problems:
         raise MismatchError(
             f"{known.directory}: {shortened(list(dict.fromkeys(problems)))}.",
             hint="load_sharded_metadata() shows what is stored.",
         )
-    unexpected = absent | {one.key for one in lacking}
+    unexpected = absent | {leaf.key for leaf in lacking}
     return unexpected, describe_unexpected(sorted(unexpected), {*tensors, *objects})
 
 
@@ -385,7 +385,7 @@ def _agree(
 def _missing(views: Sequence[RankView], contents: CheckpointContents) -> frozenset[str]:
     """Return the stored keys that no rank asks for. Rank 0."""
     asked = {key for view in views for key in ShardTable.of(view.shards).keys}
-    asked |= {one.key for view in views for one in view.objects}
+    asked |= {leaf.key for view in views for leaf in view.objects}
     objects = [*contents.index.keys_of("object"), *sharded_object_keys(contents)]
     stored = {*contents.index.keys_of("tensor"), *map(key_of_object, objects)}
     return frozenset(stored - asked)
@@ -399,7 +399,7 @@ def _read(request: _Request, options: LoadOptions, common: StateDict | None) -> 
         tensors: list[Any] = [
             *fill_tensors(request.tensors, contents, chosen, known=request.wanted)
         ]
-        objects = [read_object(one, contents, chosen) for one in request.objects]
+        objects = [read_object(leaf, contents, chosen) for leaf in request.objects]
     else:
         tensors, objects = source.read(request.tensors, request.objects)
     if common is None:

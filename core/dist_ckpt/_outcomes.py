@@ -173,8 +173,8 @@ def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseExce
     try:
         notes = beside(save.comm, save.planned.name, patience, save.given_up)
         told: BaseException | None = notes.hear("ended")  # type: ignore[attr-defined]  # of a store
-    except Exception as trouble:  # noqa: BLE001 - nobody can be asked
-        error.add_note(f"rank 0 did not tell how it ended: {trouble}")
+    except Exception as trouble:  # noqa: BLE001 - rank 0 or the store is gone
+        error.add_note(f"rank 0 did not report how it ended: {trouble}")
         return _decided(save, error)
     return told
 

@@ -109,7 +109,7 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
         shards = LocalShards.joined(all_shards)
     view = RankView(
         shards.table,
-        tuple(one.without_data() for one in parts.objects),
+        tuple(leaf.without_data() for leaf in parts.objects),
         (
             (request.format.backend, request.format.version),
             common_backend(request),

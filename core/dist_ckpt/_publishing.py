@@ -161,7 +161,10 @@ def was_published(target: Path, directory: Path) -> bool:
     if is_committed or is_published(target, directory):
         return True
     if os.path.lexists(directory):
-        raise StorageError(f"{directory} cannot be removed, so {target} may still be committed.")
+        raise StorageError(
+            f"{directory} cannot be removed, so {target} may still be committed.",
+            hint="check its permissions and the file system; look at the target again later.",
+        )
     return False
 
 

@@ -278,7 +278,7 @@ def _planned(
             hosts = [view.host for view in views]
             work = plan_work(job, place(), prepared().request.format, coordinator, hosts)
             differs = len({view.common for view in views}) > 1
-            return [replace(one, differs=True) for one in work] if differs else work
+            return [replace(assignment, differs=True) for assignment in work] if differs else work
 
     try:
         assignment = comm.map_scatter(phase, lambda: prepared().view, plan)

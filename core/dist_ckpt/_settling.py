@@ -208,9 +208,9 @@ class Settler:
 
         A save that begins earlier needs more disk space than one that blocks.
         """
-        due = [one for one in self._actions if self.is_past(one.number)]
+        due = [action for action in self._actions if self.is_past(action.number)]
         running = [] if self._acting is None else [self._acting]
-        return not any(one.frees_space for one in (*running, *due))
+        return not any(action.frees_space for action in (*running, *due))
 
     def newest_to(self, path: Path) -> int:
         """Return the number of the newest save to a path, also through links; or 0.

@@ -28,10 +28,10 @@ from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._handing_over import Means, hand_over
 from dist_ckpt._live import LiveDescriptions
-from dist_ckpt._occasions import step_guard
 from dist_ckpt._outcomes import InFlight, beside
 from dist_ckpt._preparing import SaveRequest
 from dist_ckpt._settling import Settler
+from dist_ckpt._step_guard import step_guard
 from dist_ckpt.errors import (
     AsyncSaveError,
     BarrierTimeoutError,
@@ -198,7 +198,7 @@ class _Machinery:
         if self.copier is not None:
             self.copier.close()
         if self.pool is not None:
-            self.pool.retire()  # nobody reads it any more, whoever still has a lease
+            self.pool.retire()  # no process reads it any more, even if leases are open
         self._is_released.set()
 
 

@@ -72,7 +72,7 @@ class CheckpointReader:
                 CPU.
             allow_pickle: Whether values that were pickled may be loaded; that runs code from the
                 checkpoint.
-            kwargs: Without effect, as in torch: they are for readers of somebody else.
+            kwargs: Without effect, as in torch: they are for readers of other libraries.
 
         Raises:
             CheckpointNotFoundError: No checkpoint there, or none that has a part of this rank.

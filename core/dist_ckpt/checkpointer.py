@@ -119,7 +119,7 @@ class SyncCheckpointer(Checkpointer):
             CheckpointingException: On every rank, whatever failed on any; nothing is committed.
         """
         state_dict, path = in_order(state_dict, path)
-        # By name: a writer of somebody else may have them in the other order.
+        # By name: a user's writer may have them in the other order.
         self._writer.write(state_dict=state_dict, path=path, **kwargs)
 
     def load(
@@ -187,7 +187,7 @@ class AsyncCheckpointer(Checkpointer):
                 raise ConfigError(f"expected a state dict, found a {type(state_dict).__name__}.")
             staged = self._checkpoint_stager.stage(state_dict, **kwargs)
         except BaseException as error:
-            # A process of somebody else need not know of ranks that wait.
+            # A user's process class need not have this method.
             abstain = getattr(self._checkpoint_process, "abstain", None)
             if abstain is not None:
                 abstain(error)

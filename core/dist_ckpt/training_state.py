@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from dist_ckpt._formats.documents import CheckpointContents
     from dist_ckpt.background import BackgroundSaver
     from dist_ckpt.derive import ModelLayout
+    from dist_ckpt.derive.protocol_load import LoadReport
     from dist_ckpt.events import EventSink
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
 
@@ -270,11 +271,11 @@ class CheckpointView:
         prefix = f"models.{i}."
         if document.is_whole:
             return list(document.names)
-        found = dict.fromkeys(document.names)
-        found |= dict.fromkeys(
+        names = dict.fromkeys(document.names)
+        names |= dict.fromkeys(
             sorted(key.removeprefix(prefix) for key in self._stored if key.startswith(prefix))
         )
-        return [*found, *(name for name in (*document.tied, *document.values) if name not in found)]
+        return [*names, *(name for name in (*document.tied, *document.values) if name not in names)]
 
     def load_model(
         self,
@@ -311,7 +312,8 @@ class CheckpointView:
         def build() -> LoadRequest:
             wanted = self._wanted(i)
             if self._options.cast == "error":
-                plan().check_dtypes(wanted)
+                with _prefixed(str(self._contents.directory)):
+                    plan().check_dtypes(wanted)
             return LoadRequest(state_dict={"models": {str(i): plan().request(wanted)}})
 
         result = run_load(
@@ -323,15 +325,16 @@ class CheckpointView:
             check_coverage=False,
             common={},
         )
-        report = self._comm.map_reduce(
-            f"filling model {i}",
-            lambda: plan().fill(
-                result.state_dict["models"].get(str(i), {}),
-                # In a checkpoint of parts, a rank sees names that only other ranks load.
-                strict=strict and not document.is_of_parts,
-            ),
-            merge_reports,
-        )
+
+        def fill() -> LoadReport:
+            with _prefixed(str(self._contents.directory)):
+                return plan().fill(
+                    result.state_dict["models"].get(str(i), {}),
+                    # In a checkpoint of parts, a rank sees names that only other ranks load.
+                    strict=strict and not document.is_of_parts,
+                )
+
+        report = self._comm.map_reduce(f"filling model {i}", fill, merge_reports)
         if strict and (report.missing or report.unexpected):
             raise self._mismatch(i, report.describe(bare_module(model)), report.missing)
 
@@ -353,8 +356,8 @@ class CheckpointView:
         prefix, tied = f"models.{i}.", self._document(i).tied
 
         def stored(name: str) -> ShardedTensor | None:
-            found = self._stored.get(f"{prefix}{tied.get(name, name)}")
-            return found if isinstance(found, ShardedTensor) else None
+            item = self._stored.get(f"{prefix}{tied.get(name, name)}")
+            return item if isinstance(item, ShardedTensor) else None
 
         return stored
 
@@ -414,7 +417,7 @@ class CheckpointView:
     def full_model(self, i: int, *, like: nn.Module | None = None) -> OrderedDict[str, Any]:
         """Return the whole state dict of model ``i`` on the CPU. Not collective.
 
-        Names stand in the stored order, tied ones too; ``_metadata`` is what modules noted.
+        Names are in the stored order, tied ones too; ``_metadata`` is that of the save.
 
         Args:
             i: Which model of the checkpoint.

@@ -310,8 +310,8 @@ def warn_of_casts(casts: Sequence[Mapping[str, tuple[str, str]]], where: str) ->
         where: Path of the checkpoint.
     """
     keys: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-    for one in casts:
-        for key, pair in one.items():
+    for of_rank in casts:
+        for key, pair in of_rank.items():
             keys[pair][key] = None
     if not keys:
         return
@@ -361,7 +361,9 @@ def _loss(stored: str, requested: str) -> str:
         return " (the imaginary part is dropped)"
     if have.is_floating_point and not (want.is_floating_point or want.is_complex):
         return " (fractions are dropped, what is out of range is undefined)"
-    if any(one.is_floating_point or one.is_complex or one is torch.bool for one in (have, want)):
+    if any(
+        dtype.is_floating_point or dtype.is_complex or dtype is torch.bool for dtype in (have, want)
+    ):
         return ""
     before, after = torch.iinfo(have), torch.iinfo(want)
     is_narrower = before.max > after.max or before.min < after.min

@@ -17,7 +17,7 @@ from tests.lightning._training import Tiny, every_3_steps, loader, make_trainer
 def _installed() -> None:
     group = "lightning.pytorch.callbacks_factory"
     if not entry_points(group=group, name="dist_ckpt"):
-        pytest.fail("dist-ckpt is not installed (make install): Lightning would not find it")
+        pytest.fail("dist-ckpt is not installed (pip install -e .): Lightning would not find it")
 
 
 @pytest.fixture(scope="session")

@@ -181,7 +181,7 @@ class Link:
                 "this Python does not know its own executable: no worker process can be started.",
                 hint='use worker="thread".',
             )
-        _LEFT[:] = [one for one in _LEFT if one.poll() is None]
+        _LEFT[:] = [process for process in _LEFT if process.poll() is None]
         ours, theirs = socket.socketpair()
         try:
             with theirs:

@@ -232,8 +232,8 @@ class Decoder:
 
     def _subclass(self, payload: Any) -> torch.Tensor:
         (module, qualname), sizes, inner, context = payload
-        shape, stride = (tuple(one) for one in sizes)
-        if not all(type(one) is int and one >= 0 for one in (*shape, *stride)):
+        shape, stride = (tuple(size) for size in sizes)
+        if not all(type(size) is int and size >= 0 for size in (*shape, *stride)):
             raise ValueError("expected sizes")
         cls = admitted_class(module, qualname)
         if cls is None:
@@ -245,7 +245,7 @@ class Decoder:
                 "torch.serialization.add_safe_globals with it.",
             )
         tensors = {name: self._child(name, one) for name, one in inner}
-        if not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
             raise TypeError("expected tensors")
         parts = TensorParts(
             tensors=tensors, context=self.value(context), shape=shape, stride=stride

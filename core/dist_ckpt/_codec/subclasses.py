@@ -93,31 +93,31 @@ def join(cls: type, parts: TensorParts) -> torch.Tensor:
 
 def is_admitted(cls: type) -> bool:
     """Whether the class is one that ``torch.load(weights_only=True)`` rebuilds in this process."""
-    return any(one is cls for one in _safe_globals())
+    return any(admitted is cls for admitted in _safe_globals())
 
 
 def admitted_class(module: object, qualname: object) -> type | None:
     """Return the wrapper class of that name if it is admitted; imports and calls nothing."""
-    for one in _safe_globals():
-        if (one.__module__, one.__qualname__) == (module, qualname):
-            return one
+    for cls in _safe_globals():
+        if (cls.__module__, cls.__qualname__) == (module, qualname):
+            return cls
     return None
 
 
 def _safe_globals() -> list[type]:
     listed = torch.serialization.get_safe_globals()
-    entries = [one[0] if isinstance(one, tuple) else one for one in listed]
+    entries = [entry[0] if isinstance(entry, tuple) else entry for entry in listed]
     return [
-        one
-        for one in entries
-        if isinstance(one, type)
-        and issubclass(one, torch.Tensor)
-        and hasattr(one, "__tensor_flatten__")
-        and hasattr(one, "__tensor_unflatten__")
-        and not is_distributed(one)
+        cls
+        for cls in entries
+        if isinstance(cls, type)
+        and issubclass(cls, torch.Tensor)
+        and hasattr(cls, "__tensor_flatten__")
+        and hasattr(cls, "__tensor_unflatten__")
+        and not is_distributed(cls)
     ]
 
 
 def is_distributed(cls: type) -> bool:
     """Whether this is ``DTensor`` or another tensor class of torch.distributed."""
-    return any(one.__module__.startswith("torch.distributed.") for one in cls.__mro__)
+    return any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__)

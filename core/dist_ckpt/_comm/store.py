@@ -285,7 +285,7 @@ class StoreCommunicator:
             self._store.add(f"{self._name}/{number}/left", 1)
 
     def _forget(self, number: int) -> None:
-        """Delete this rank's keys of an exchange whose verdict it has read: nobody needs them."""
+        """Delete this rank's keys of an exchange whose verdict it has read."""
         with contextlib.suppress(CoordinationError), self._reaching():
             self._store.delete_key(f"{self._name}/{number}/in/{self._rank}")
             self._store.delete_key(f"{self._name}/{number}/out/{self._rank}")

@@ -76,7 +76,7 @@ def copy_converted(target: torch.Tensor, source: torch.Tensor) -> None:
         MismatchError: torch has no conversion between the two dtypes.
     """
     same = target.dtype == source.dtype and not any(
-        one.is_conj() or one.is_neg() for one in (target, source)
+        tensor.is_conj() or tensor.is_neg() for tensor in (target, source)
     )
     with torch.no_grad():
         if same:
@@ -102,9 +102,9 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if tensor.dtype is dtype:
         return tensor
-    found = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    copy_converted(found, tensor)
-    return found
+    copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    copy_converted(copy, tensor)
+    return copy
 
 
 @functools.cache

@@ -111,8 +111,8 @@ class Written:
 
     @property
     def nbytes(self) -> int:
-        """Size of the files; 0 if the format does not tell of them."""
-        return sum(one.nbytes for one in (self.files or {}).values())
+        """Size of the files; 0 if the format does not report files."""
+        return sum(file.nbytes for file in (self.files or {}).values())
 
 
 class SaveFormat(Protocol):

@@ -101,7 +101,7 @@ def _keys_of_groups(groups: Any, live: Any) -> dict[int, Hashable] | None:
 
 
 def is_own_entry(name: object) -> bool:
-    """Whether an entry of a state dict can stand in a tree beside ours, under its own name."""
+    """Whether an entry of a state dict can be in a tree under its own name, beside ours."""
     return type(name) is str and not name.startswith("$") and name != "other_state"
 
 
@@ -170,8 +170,9 @@ def with_marks(value: Any, params: Sequence[torch.Tensor]) -> Any:
     def marked(key: Any) -> Any:
         if isinstance(key, torch.Tensor) and id(key) not in numbers:
             raise InvalidShardingError(
-                f"a state dict has a tensor of shape {tuple(key.shape)} as a key that is no "
-                f"parameter of the optimizer."
+                f"its state_dict() has a tensor of shape {tuple(key.shape)} as a key that is no "
+                f"parameter of the optimizer.",
+                hint="use parameters, numbers or strings as keys.",
             )
         return numbers[id(key)] if isinstance(key, torch.Tensor) else key
 

@@ -399,7 +399,7 @@ def _match_groups(
         if not members and index < len(saved) and not saved[index]["params"]:
             origin = {index}  # a group without parameters has only its position
         settings = _settings(saved[min(origin)] if origin else group, members)
-        matched.append({**settings, "params": [keys[id(one)] for one in group["params"]]})
+        matched.append({**settings, "params": [keys[id(param)] for param in group["params"]]})
     if problems:
         raise MismatchError(
             f"The optimizer's parameter groups do not match the checkpoint's: "

@@ -58,8 +58,8 @@ class Slot:
 def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer whose ``state_dict()`` is stored: below the wrappers of frameworks.
 
-    A wrapper with a ``state_dict`` of its own class is kept, even if it shares the state of the
-    optimizer in it: what it adds (slow weights, counters) stands in its own state dict only.
+    A wrapper whose class defines ``state_dict`` is kept, even if it shares the state of the
+    optimizer in it: what it adds (slow weights, counters) is only in its own state dict.
 
     Raises:
         InvalidShardingError: The optimizer spreads its state over the ranks by itself.

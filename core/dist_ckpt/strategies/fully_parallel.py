@@ -307,12 +307,12 @@ def _read(
     own: list[ShardedBase],
     checkpoint_dir: str | Path,
 ) -> tuple[dict[ShardId, torch.Tensor], dict[int, Any]]:
-    """Read with a strategy. Collective over all ranks, if only to tell of errors.
+    """Read with a strategy. Collective over all ranks, if only to report errors.
 
     Returns:
         The tensors by shard, and what was read of ``own`` by id.
     """
-    # What a rank is to read is a main replica to the strategy, whoever holds it in training.
+    # The strategy sees a main replica in all that this rank reads, whatever it is in training.
     leaves: dict[str, Any] = {f"t{i}": leaf for i, leaf in enumerate(tensors.values())}
     leaves |= {f"o{i}": leaf for i, leaf in enumerate(own)}
     request: ShardedStateDict = {k: replace(leaf, replica_id=0) for k, leaf in leaves.items()}
@@ -339,7 +339,7 @@ def _read(
             )
 
         for i, (shard, leaf) in enumerate(tensors.items()):
-            # A strategy of somebody else may give what is stored, not what was asked for.
+            # A user's strategy may return the stored dtype, not the requested one.
             read[shard] = converted(loaded[f"t{i}"], leaf.dtype)
 
     default_communicator().map_reduce(f"reading {checkpoint_dir}", verdict, lambda _: None)

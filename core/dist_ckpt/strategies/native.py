@@ -104,7 +104,7 @@ class NativeLoadShardedStrategy(LoadShardedStrategy):
         self._options = LoadOptions(thread_count=thread_count, allow_pickle=allow_pickle, cast=cast)
 
     def bound(self, source: Source) -> Source:
-        """Return ``source`` with the choices of this strategy: they hold whoever reads."""
+        """Return ``source`` with the choices of this strategy, also for other readers."""
         return replace(
             source,
             thread_count=self.thread_count,

@@ -124,7 +124,7 @@ def write_buckets(
         transforms: DCP's stream extensions.
         pages: What becomes of the files' pages in the page cache.
     """
-    keeps_pages = pages.begin([(one.name, _nbytes(one)) for one in buckets])
+    keeps_pages = pages.begin([(bucket.name, _nbytes(bucket)) for bucket in buckets])
     store = open_store(directory, keeps_pages=keeps_pages)
     jobs = [_job(store, bucket, transforms) for bucket in buckets]
     try:
@@ -142,7 +142,7 @@ def write_buckets(
 
 def _nbytes(bucket: WriteBucket) -> int:
     """Return the size of the values, which is about that of the file."""
-    return sum(_value_nbytes(one.data) for one in bucket.entries)
+    return sum(_value_nbytes(entry.data) for entry in bucket.entries)
 
 
 def _value_nbytes(value: torch.Tensor | io.BytesIO | bytes) -> int:

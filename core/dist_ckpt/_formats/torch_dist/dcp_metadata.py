@@ -109,7 +109,7 @@ class _Encoder:
         for number in range(self._first_key, last_key):
             get = _get(number)
             yield get + get + b"\x85"
-        yield _get(last_key) + b"".join(_text(one.encode()) for one in NOTE_PATH) + b"\x86"
+        yield _get(last_key) + b"".join(_text(part.encode()) for part in NOTE_PATH) + b"\x86"
         yield b"u" + _text(b"storage_data") + b"}"
         yield storage
         yield _text(b"storage_meta") + _DCP + b"metadata\nStorageMeta\n)\x81}("
