@@ -736,9 +736,11 @@ def wrapped_round_trip(rank: int, size: int, path: str, algo: str) -> tuple[Any,
             "coarse": ShardedTensor("rows", None, torch.bool, *box),
             "exact": ShardedTensor("rows", torch.zeros(size, 3), torch.float32, *box),
             "padded": ShardedTensor("rows", None, torch.int64, *wide),
+            "again": ShardedTensor("rows", None, torch.bool, *box),
         }
 
     found = load(forms(), path, loader, validate_access_integrity=False)
+    assert found["coarse"].data_ptr() != found["again"].data_ptr()
     for name in forms():
         leaf = found[name]
         alone = load({name: forms()[name]}, path, validate_access_integrity=False)

@@ -295,7 +295,13 @@ def load_and_exchange(
             if not isinstance(leaf, ShardedTensor):
                 return given
             return _placed(converted(given, leaf.dtype), leaf)
-        return _placed(found[shard_id(leaf)], leaf) if isinstance(leaf, ShardedTensor) else leaf
+        if not isinstance(leaf, ShardedTensor):
+            return leaf
+        shard = shard_id(leaf)
+        placed = _placed(found[shard], leaf)
+        # Two places without memory of their own must not share what was read for the first.
+        is_shared = placed is found[shard] and leaf is not shards[shard]
+        return placed.clone() if is_shared and leaf.data is not placed else placed
 
     loaded: StateDict = dict_list_map_outplace(value, sharded_state_dict)
     return loaded
