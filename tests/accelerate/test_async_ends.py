@@ -10,8 +10,6 @@ import logging
 import os
 import pickle
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -49,6 +47,7 @@ from tests.accelerate._traces import (
     traces,
     worker_pid,
 )
+from tests.multiprocess._world import run_program
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -218,14 +217,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("how", ["ends", "raises", "bad", "orphan"])
 def test_a_program_that_just_ends_finishes_its_saves(tmp_path: Path, how: str) -> None:
     """At exit what is in flight is drained, and a failure is logged; no end_training needed."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), how],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={"PYTHONPATH": ":".join(sys.path), "PATH": "", "OMP_NUM_THREADS": "1"},
-    )
+    done = run_program(SCRIPT, str(tmp_path), how)
 
     assert done.returncode == (1 if how == "raises" else 0), done.stderr
     assert ("KeyError: 'users'" in done.stderr) == (how == "raises")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from tests.accelerate._jobs import (
     state_of,
     train,
 )
+from tests.multiprocess._world import run_program
 
 
 def is_native(path: Path) -> bool:
@@ -415,19 +415,9 @@ job.accelerator.save_state()
 """
 
 
-def run_script(script: str, argument: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script, str(argument)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": ":".join(sys.path), "PATH": "", "OMP_NUM_THREADS": "1"},
-    )
-
-
 def test_a_full_disk_costs_nothing(tmp_path: Path) -> None:
     """The save raises; the previous checkpoint, the lists and the counter are intact."""
-    done = run_script(FULL_DISK, tmp_path / "last")
+    done = run_program(FULL_DISK, str(tmp_path / "last"))
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "StorageError"
@@ -436,7 +426,7 @@ def test_a_full_disk_costs_nothing(tmp_path: Path) -> None:
 
 def test_a_job_killed_in_a_save_resumes_from_the_one_before(tmp_path: Path) -> None:
     """What the dead save left is not believed, and not in the way."""
-    done = run_script(KILLED, tmp_path)
+    done = run_program(KILLED, str(tmp_path))
     assert done.returncode == -signal.SIGKILL, done.stderr
     kinds = sorted(path.suffix for path in tmp_path.iterdir())
     assert kinds == ["", ".attempt", ".owner"]  # checkpoints, what is left of the save, and whose

@@ -12,14 +12,8 @@ Each fenced block of README.md and docs/ is one of:
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import re
-import subprocess
-import sys
-import threading
-import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +23,7 @@ import yaml
 
 from dist_ckpt.config import DistCkptConfig, load_config
 from tests._samples import IS_SOAK
-from tests.multiprocess._world import run_ranks
+from tests.multiprocess._world import run_file
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -126,20 +120,6 @@ def test_every_block_is_checked_or_says_why_not(path: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
-def be_program(rank: int, world_size: int, script: str, directory: str) -> None:
-    """Run a script as ``__main__`` to its end, what waits for the exit included."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
-                 "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):  # fmt: skip
-        del os.environ[name]
-    os.chdir(directory)
-    sys.argv, sys.path = [script], [str(Path(script).parent), *sys.path]
-    main = sys.modules["__main__"] = types.ModuleType("__main__")
-    main.__file__ = script
-    exec(compile(Path(script).read_text(), script, "exec"), main.__dict__)  # noqa: S102 - ours
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-
-
 @pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
@@ -152,22 +132,8 @@ def test_python_blocks_run(path: Path, tmp_path: Path) -> None:
     directory = tmp_path / "empty"
     directory.mkdir()
 
-    if not (IS_SOAK or path.name in FRESH):
-        run_ranks(
-            be_program, 1, str(script), str(directory), timeout_secs=TIMEOUT_SECS,
-            init_process_group=False, env={"CUDA_VISIBLE_DEVICES": ""},
-        )  # fmt: skip
-        return
-
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECS,
-        check=False,
-    )
+    is_fresh = IS_SOAK or path.name in FRESH
+    done = run_file(script, cwd=directory, is_fresh=is_fresh, timeout_secs=TIMEOUT_SECS)
 
     assert done.returncode == 0, f"{by_name(path)}:\n{done.stdout}\n{done.stderr}"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests._samples import IS_SOAK
+from tests.multiprocess._world import run_file
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TIMEOUT_SECS = 240.0
@@ -22,15 +22,8 @@ SAYS = {
 
 def run_example(name: str, directory: Path) -> str:
     """Run an example in an empty directory and return what it printed."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name)],
-        cwd=directory,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECS,
-        check=False,
-    )
+    is_fresh = IS_SOAK or name == "01_core.py"
+    done = run_file(EXAMPLES / name, cwd=directory, is_fresh=is_fresh, timeout_secs=TIMEOUT_SECS)
     assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -41,6 +34,7 @@ def test_every_example_is_run_here() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(SAYS))
 def test_example_runs_and_says_what_it_did(name: str, tmp_path: Path) -> None:
     """The example ends well, prints its result and leaves nothing behind."""

@@ -34,15 +34,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from dataclasses import fields as fields_of
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["RankOutcome", "WorldError", "run_ranks"]
+__all__ = ["RankOutcome", "WorldError", "run_file", "run_program", "run_ranks"]
 
 GRACE_SECS = 5.0
 """How long the other ranks may still run after one of them failed unexpectedly."""
@@ -156,20 +160,126 @@ def run_ranks(
     return outcomes if expect_errors else [outcome.value for outcome in outcomes]
 
 
+def run_program(
+    source: str,
+    *arguments: str,
+    cwd: Path | None = None,
+    file: Path | None = None,
+    is_strict: bool = False,
+    timeout_secs: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program in a fork of the nursery: as an interpreter of its own, with torch imported.
+
+    It is ``__main__``, and it ends as any interpreter does: threads, ``atexit``, exit code. What
+    needs a start of its own (which modules are imported, flags of the interpreter, children that
+    are spawned and import ``__main__``) is for ``subprocess``.
+
+    Args:
+        source: The text of the program.
+        arguments: ``sys.argv[1:]``.
+        cwd: Where it runs.
+        file: The file that ``source`` is from; its folder is the first entry of ``sys.path``.
+        is_strict: Whether warnings are errors, as with ``python -W error``.
+        timeout_secs: After this it is killed.
+
+    Raises:
+        WorldError: It did not end in time.
+    """
+    task = _Task(
+        world_size=1,
+        timeout_secs=timeout_secs,
+        path=tuple(sys.path) if file is None else (str(file.parent), *sys.path),
+        env={"CUDA_VISIBLE_DEVICES": ""},
+        program=_Program(
+            source, (str(file or "-c"), *arguments), str(cwd or Path.cwd()), is_strict
+        ),
+    )
+    nursery = _Nursery.get()
+    pipes = [os.pipe() for _ in range(2)]
+    (connection,), pids = nursery.start(task, b"", [write_end for _, write_end in pipes])
+    for _, write_end in pipes:
+        os.close(write_end)
+    texts, readers = _read_all([read_end for read_end, _ in pipes])
+    # As with `subprocess.run`: over when nobody has its output open any more, its children included.
+    deadline = time.monotonic() + timeout_secs
+    for reader in readers:
+        reader.join(max(0.0, deadline - time.monotonic()))
+    hangs = any(reader.is_alive() for reader in readers)
+    if hangs:
+        _dump_stacks(pids)
+        _kill(pids)
+    (code,) = nursery.finish(pids)
+    connection.close()
+    if hangs:
+        raise WorldError(f"the program did not end in {timeout_secs:g} s:\n{texts}")
+    return subprocess.CompletedProcess([], code, *texts)
+
+
+def run_file(
+    script: Path, *, cwd: Path, is_fresh: bool, timeout_secs: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in an interpreter of its own, or as ``run_program`` does: seconds less of CPU."""
+    if not is_fresh:
+        return run_program(script.read_text(), cwd=cwd, file=script, timeout_secs=timeout_secs)
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=cwd,
+        env={**os.environ, **_ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=timeout_secs,
+        check=False,
+    )
+
+
+def _read_all(descriptors: Sequence[int]) -> tuple[list[str], list[threading.Thread]]:
+    """Return what is read, and the threads that read it."""
+    texts = ["" for _ in descriptors]
+
+    def read(number: int, descriptor: int) -> None:
+        with open(descriptor, encoding="utf-8", errors="replace") as file:
+            texts[number] = file.read()
+
+    readers = [
+        threading.Thread(target=read, args=each, daemon=True) for each in enumerate(descriptors)
+    ]
+    for reader in readers:
+        reader.start()
+    return texts, readers
+
+
 # -- the test process ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    source: str
+    argv: tuple[str, ...]
+    cwd: str
+    is_strict: bool
+
+    def run(self) -> None:
+        os.chdir(self.cwd)
+        if self.is_strict:
+            warnings.simplefilter("error")
+        sys.argv = list(self.argv)
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = self.argv[0]
+        exec(compile(self.source, self.argv[0], "exec"), main.__dict__)  # noqa: S102 - a test's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    module: str
-    file: str
-    qualname: str
+    module: str = ""
+    file: str = ""
+    qualname: str = ""
     world_size: int
     timeout_secs: float
-    init_process_group: bool
+    init_process_group: bool = False
     path: tuple[str, ...]
     env: dict[str, str]
     preload: str = ""
+    program: _Program | None = None
     port: int = 0
     scratch: str = ""
 
@@ -293,11 +403,20 @@ class _Nursery:
             cls._current = cls()
         return cls._current
 
-    def start(self, task: _Task, args: bytes) -> tuple[list[Connection], list[int]]:
-        """Fork the ranks; return a pipe to each of them and their process ids."""
+    def start(
+        self, task: _Task, args: bytes, output: Sequence[int] = ()
+    ) -> tuple[list[Connection], list[int]]:
+        """Fork the ranks; return a pipe to each of them and their process ids.
+
+        ``output``: descriptors that a program has for its output and its errors.
+        """
         pipes = [Pipe() for _ in range(task.world_size)]
-        self._connection.send_bytes(pickle.dumps((asdict(task), args)))
-        socket.send_fds(self._socket, [b"F"], [theirs.fileno() for _, theirs in pipes])
+        fields = {one.name: getattr(task, one.name) for one in fields_of(task)}
+        if task.program is not None:  # plain: the nursery's own classes have another module
+            fields["program"] = astuple(task.program)
+        self._connection.send_bytes(pickle.dumps((fields, args)))
+        theirs_all = [theirs.fileno() for _, theirs in pipes]
+        socket.send_fds(self._socket, [b"F"], [*theirs_all, *output])
         for _, theirs in pipes:
             theirs.close()
         reply = self._receive()
@@ -340,10 +459,14 @@ def _nursery_main(descriptor: int) -> None:
             fields, args = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        task = _Task(**fields)
-        _, fds, _, _ = socket.recv_fds(channel, 1, task.world_size)
+        given = fields.pop("program")
+        task = _Task(**fields, program=_Program(*given) if given else None)
+        # One pipe for each rank; a program has its output and its errors besides.
+        _, fds, _, _ = socket.recv_fds(channel, 1, 3 if given else task.world_size)
         try:
-            _load_module(task)
+            sys.path[:] = task.path
+            if task.module:
+                _load_module(task)
             if task.preload:
                 importlib.import_module(task.preload)
         except BaseException:
@@ -355,7 +478,7 @@ def _nursery_main(descriptor: int) -> None:
         sys.stderr.flush()
         gc.freeze()  # else a collection in a rank copies the pages of all that is imported here
         ours = (channel, connection)
-        pids = [_fork_rank(task, args, rank, fds=fds, ours=ours) for rank in range(len(fds))]
+        pids = [_fork_rank(task, args, rank, fds=fds, ours=ours) for rank in range(task.world_size)]
         for fd in fds:
             os.close(fd)
         _reply(connection, pids=pids)
@@ -368,7 +491,6 @@ def _reply(connection: Connection, **reply: Any) -> None:
 
 
 def _load_module(task: _Task) -> Any:
-    sys.path[:] = task.path
     known = sys.modules.get(task.module)
     if known is not None and str(Path(known.__file__ or "").resolve()) == task.file:
         return known
@@ -398,12 +520,35 @@ def _fork_rank(
     try:
         for item in ours:
             item.close()
-        for other, fd in enumerate(fds):
-            if other != rank:
-                os.close(fd)
-        _rank_main(task, args, rank, connection=Connection(fds[rank]))
-    finally:
-        os._exit(70)  # only reached when _rank_main itself broke
+        if task.program is None:
+            for other, fd in enumerate(fds):
+                if other != rank:
+                    os.close(fd)
+            _rank_main(task, args, rank, connection=Connection(fds[rank]))
+        _prepare_program(task, *fds[1:])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(70)  # only reached when the lines above themselves broke
+    assert task.program is not None
+    raise _BecomeProgram(task.program)
+
+
+class _BecomeProgram(BaseException):
+    """Leaves the nursery's own frames, in a fork of it."""
+
+    def __init__(self, program: _Program) -> None:
+        super().__init__()
+        self.program = program
+
+
+def _prepare_program(task: _Task, stdout: int, stderr: int) -> None:
+    os.setpgid(0, 0)
+    for number, descriptor in enumerate((stdout, stderr), start=1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.update(task.env)
+    gc.unfreeze()
 
 
 # -- a rank ----------------------------------------------------------------------------------------
@@ -487,4 +632,10 @@ def _redirect_output(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    _nursery_main(int(sys.argv[1]))
+    _program = None
+    try:
+        _nursery_main(int(sys.argv[1]))
+    except _BecomeProgram as _forked:
+        _program = _forked.program
+    if _program is not None:
+        _program.run()

@@ -7,8 +7,6 @@ import gc
 import logging
 import mmap
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from dist_ckpt._engine.available import available_nbytes, cgroup_nbytes, meminfo
 from dist_ckpt._engine.host_memory import MAKERS, make_file
 from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt.errors import StorageError
+from tests.multiprocess._world import run_program
 
 PAGE = mmap.PAGESIZE
 
@@ -149,10 +148,7 @@ def test_a_process_without_memfd() -> None:
         print(Arena(1 << 20).source)
     """
 
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+    done = run_program(textwrap.dedent(script), is_strict=True)
 
     _, shared_memory, file = MAKERS
     assert done.stdout.splitlines() == [shared_memory, file, file]
@@ -204,10 +200,7 @@ def test_a_size_that_is_refused_late(tmp_path: Path) -> None:
         print(len(os.listdir("/proc/self/fd")) - before)
     """
 
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path,
-    )  # fmt: skip
+    done = run_program(textwrap.dedent(script), cwd=tmp_path, is_strict=True)
 
     assert done.stdout.splitlines() == ["True 65536", "True 65536", "0"]
 

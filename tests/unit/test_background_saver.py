@@ -34,6 +34,7 @@ from dist_ckpt.training_state import (
 )
 from tests.faults._background import Job, Told, same_bits, worker_pid
 from tests.faults._leaks import hidden_entries, no_leaks
+from tests.multiprocess._world import run_program
 
 Kind = Literal["process", "thread"]
 Make = Callable[..., BackgroundSaver]
@@ -662,10 +663,7 @@ def test_a_program_that_ends_leaves_its_last_checkpoint(tmp_path: Path, case: st
     script = textwrap.dedent(SCRIPT).format(end=end)
 
     # The worker has the program's output: when that is at its end, both are gone.
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path), worker],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_program(script, str(path), worker)
 
     assert (done.returncode, done.stderr) == (code, "")
     weight = load_plain_tensors(path)["models.0.weight"]
@@ -682,10 +680,7 @@ def test_a_save_that_failed_at_the_very_end_is_logged(tmp_path: Path) -> None:
         "resource.RLIMIT_FSIZE, (20000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))\n"
         "save_training_state(sys",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script.format(end=end), str(tmp_path / "c"), "process"],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run_program(script.format(end=end), str(tmp_path / "c"), "process")
     assert done.returncode == 0
     assert "a checkpoint was not finished at the end of the program" in done.stderr
     assert "EFBIG" in done.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
-import sys
 import textwrap
 import threading
 import weakref
@@ -27,6 +25,7 @@ from dist_ckpt.errors import (
     ConfigError,
     InvalidShardingError,
 )
+from tests.multiprocess._world import run_program
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
@@ -228,10 +227,7 @@ def test_copies_at_the_end_of_a_script() -> None:
         copier = Copier()
     """
 
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+    done = run_program(textwrap.dedent(script), is_strict=True)
 
     assert (done.stdout.split(), done.stderr) == (["True", "True"], "")
 

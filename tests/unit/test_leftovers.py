@@ -20,6 +20,7 @@ from dist_ckpt._engine import leftovers, owners
 from dist_ckpt._engine.commit import Attempt, attempt_prefix, remove_tree
 from dist_ckpt._engine.leftovers import move_aside, sweep_leftovers
 from dist_ckpt._engine.owners import Owner, forget_owner, owner_of, record_of, record_owner
+from tests.multiprocess._world import run_program
 
 DAY = 86400.0
 LONG_AGO = time.time() - 2 * DAY
@@ -28,9 +29,7 @@ LONG_AGO = time.time() - 2 * DAY
 def dead_process() -> tuple[int, str]:
     """Return number and start of a process that has ended and been waited for."""
     code = "import dist_ckpt._engine.owners as o, os; print(os.getpid(), o.Owner.here().start)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300
-    )
+    done = run_program(code)
     pid, start = done.stdout.split()
     return int(pid), start
 

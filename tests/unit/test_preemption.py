@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +17,7 @@ from dist_ckpt.errors import ConfigError
 from dist_ckpt.preemption import Preempted, PreemptionGuard, shield_worker
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.types import Communicator
+from tests.multiprocess._world import run_program
 
 WAIT_SECS = 60.0
 
@@ -195,9 +194,7 @@ finally:
 
 @pytest.mark.parametrize(("how", "code"), [("hangs", 143), ("closed", 7)])
 def test_a_process_that_hangs_is_ended_after_the_grace(how: str, code: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _LATE, how], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_program(_LATE, how)
     assert done.returncode == code, done.stderr
     assert not done.stdout
     assert ("the grace is over, and this process has not stopped" in done.stderr) == (code == 143)
