@@ -13,6 +13,7 @@ from dist_ckpt import LoadOptions, MismatchError, ShardedTensor, load, save
 from dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 from dist_ckpt.strategies.zarr import ZarrLoadShardedStrategy
 from dist_ckpt.training_state import load_model_and_optimizer, save_model_and_optimizer
+from dist_ckpt.validation import warn_of_casts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -193,3 +194,21 @@ def test_warnings_can_be_silenced_by_their_logger(
     with caplog.at_level(logging.ERROR, logger="dist_ckpt.validation"):
         load({"a": shard("a", torch.zeros(3, dtype=torch.float64))}, tmp_path / "c")
     assert told(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "requested", "wraps"),
+    [
+        ("int16", "int8", True),
+        ("int8", "uint8", True),
+        ("uint8", "int8", True),
+        ("uint8", "int16", False),
+        ("int8", "int64", False),
+    ],
+)
+def test_integers_that_may_not_fit_are_told(
+    caplog: pytest.LogCaptureFixture, stored: str, requested: str, wraps: bool
+) -> None:
+    """At either end of the range."""
+    warn_of_casts([{"k": (stored, requested)}], "c")
+    assert ("what is out of range wraps around" in caplog.text) == wraps

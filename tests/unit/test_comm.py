@@ -22,6 +22,7 @@ from dist_ckpt import (
     save,
 )
 from dist_ckpt._comm import SingleCommunicator, default_communicator
+from dist_ckpt._comm import store as store_comm
 from dist_ckpt._comm.failures import describe_failure, merged_error
 from dist_ckpt._comm.store import StoreCommunicator
 from dist_ckpt.barriers import group_store
@@ -235,6 +236,18 @@ def test_who_does_not_read_the_verdict_is_named_and_changes_nothing(
 
     assert ThreadWorld(3).run(run) == [3, 3, 3]  # type: ignore[arg-type]
     assert "ranks [2] of 3 have not read the verdict within 0.05 s" in caplog.text
+
+
+def test_who_never_came_is_not_waited_for_as_a_reader(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of three ranks one is missing; the other has read that."""
+    monkeypatch.setattr(store_comm, "_LEAVE_SECS", 5.0)
+    comm = StoreCommunicator(dist.HashStore(), rank=0, size=3, timeout_secs=60)
+    comm._store.add(f"{comm._name}/1/left", 1)
+    comm._stay_for_readers("x", 1, store_comm._Missing("rank 1", num_missing=1))
+    assert comm._store.num_keys() == 0
+    assert "have not read" not in caplog.text
 
 
 def test_who_is_interrupted_keeps_rank_0_from_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -180,11 +180,17 @@ def test_other_ranks_do_without_dcps_metadata_too(tmp_path: Path) -> None:
     assert len(pickle.loads(pickle.dumps(contents)).files) == len(contents.files)
 
 
-def test_dcps_metadata_is_written_again(tmp_path: Path) -> None:
+def test_dcps_metadata_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Byte for byte what the save wrote; DCP reads the copy then, and nothing else changes."""
     original = saved(tmp_path / "a")
     copied = globbed(original, tmp_path / "b")
+    synced: list[tuple[Path, bool]] = []
+    monkeypatch.setattr(
+        "dist_ckpt.recovery.fsync_directory",
+        lambda path: synced.append((path, (path / ".metadata").is_file())),
+    )
     assert restore_dcp_metadata(copied) == copied / ".metadata"
+    assert synced == [(copied, True)]  # its name, too, is there after a crash
     assert (copied / ".metadata").read_bytes() == (original / ".metadata").read_bytes()
     assert sorted(one.name for one in copied.iterdir()) == sorted(
         one.name for one in original.iterdir()

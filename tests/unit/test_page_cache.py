@@ -176,6 +176,27 @@ def test_the_newest_checkpoint_stays_alone(disk: Path, available: Callable[[int]
     assert is_cached(disk / "3")
 
 
+def test_what_is_dropped_of_the_one_before(
+    tmp_path: Path, available: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are large enough to be dropped when they are written; nothing that links name."""
+    available(GIB)
+    dropped: list[Path] = []
+    monkeypatch.setattr(
+        page_cache,
+        "drop_pages",
+        lambda file: dropped.append(Path(f"/proc/self/fd/{file}").readlink()),
+    )
+    for name in ("a user's", "small", "large"):
+        (tmp_path / name).touch()
+    (tmp_path / "link").symlink_to("a user's")
+    files = [("small", MIB - 1), ("large", MIB), ("link", MIB), ("gone", MIB)]
+    PagePolicy(target=tmp_path).begin(files)
+    assert dropped == []
+    PagePolicy("drop").begin([])
+    assert dropped == [tmp_path / "large"]
+
+
 def test_what_takes_the_place_of_a_checkpoint_stays(
     disk: Path, available: Callable[[int], None]
 ) -> None:

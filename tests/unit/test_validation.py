@@ -15,6 +15,7 @@ from dist_ckpt.validation import (
     check_objects,
     check_sharding,
     check_storable,
+    of_ranks,
     parse_strict_flag,
     react,
     shortened,
@@ -140,3 +141,9 @@ def test_long_lists_are_shortened() -> None:
 
     assert text.endswith("p19; and 5 more")
     assert shortened(["a", "b"]) == "a; b"
+
+
+def test_lines_of_ranks_are_told_once() -> None:
+    """With the ranks, where not all have them."""
+    found = of_ranks([["all", "first", "two"], ["all"], ["all", "two"]])
+    assert found == ["all", "first (rank 0)", "two (ranks [0, 2])"]
