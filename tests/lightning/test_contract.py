@@ -25,7 +25,7 @@ from dist_ckpt.errors import CheckpointingException, ConfigError
 from dist_ckpt.training_state import is_checkpoint
 from lightning_dist_ckpt import DistCkptIO
 from lightning_dist_ckpt._bind import bind
-from lightning_dist_ckpt._folders import _problem
+from lightning_dist_ckpt._folders import _folders, _problem
 from lightning_dist_ckpt._model_checkpoint import unwatch, watch
 from lightning_dist_ckpt._overrides import OVERRIDDEN
 from lightning_dist_ckpt._preempt import _keeper, _path_beside
@@ -367,6 +367,8 @@ def test_folders_that_are_not_used_do_not_matter(a_file: Path, tmp_path: Path) -
     used = make_trainer("single", bad, callbacks=[every_3_steps(tmp_path / "run")])
     used.fit(module := Tiny(), loader())
     assert names(tmp_path / "run") == {"step=3.ckpt", "step=6.ckpt"}
+    places = {str(tmp_path / "run")}  # a job that is told to go has its last checkpoint there, too
+    assert {folder for _, folder in _folders(used, preemption=True)} == places
     dry = make_trainer("single", bad, callbacks=[ModelCheckpoint(bad)], fast_dev_run=True)
     dry.fit(Tiny(), loader())
     make_trainer("single", bad, callbacks=[ModelCheckpoint(bad)]).validate(module, loader())
