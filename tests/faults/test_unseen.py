@@ -248,7 +248,7 @@ def test_a_rank_that_gives_a_save_up_hears_its_end_or_prevents_it(
         assert attempt.directory.exists()  # rank 0's affair
     else:
         assert ended is given_up
-        assert "told to wait no longer" in given_up.__notes__[0]
+        assert "waiting was ended" in given_up.__notes__[0]
         assert not attempt.directory.exists()
 
 

