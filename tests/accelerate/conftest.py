@@ -9,6 +9,7 @@ import pytest
 from accelerate_dist_ckpt.lifetime import _OPEN
 from tests.accelerate._jobs import reset
 from tests.accelerate._traces import traces
+from tests.multiprocess._world import start_nursery
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,7 @@ def _no_singletons(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """A test ends its savers: no process, thread, socket or memory stays."""
+    start_nursery()
     before = traces()
     yield
     after, left = traces(), tuple(_OPEN)

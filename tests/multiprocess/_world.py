@@ -46,7 +46,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["RankOutcome", "WorldError", "run_file", "run_program", "run_ranks"]
+__all__ = ["RankOutcome", "WorldError", "run_file", "run_program", "run_ranks", "start_nursery"]
 
 GRACE_SECS = 5.0
 """How long the other ranks may still run after one of them failed unexpectedly."""
@@ -110,6 +110,11 @@ class WorldError(AssertionError):
         """Store the outcomes beside the message."""
         super().__init__(message)
         self.outcomes = tuple(outcomes)
+
+
+def start_nursery() -> None:
+    """Start the nursery now, so that a test which counts processes does not find a new one."""
+    _Nursery.get()
 
 
 def run_ranks(
