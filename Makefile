@@ -23,7 +23,7 @@ test: lint-quick
 # What is too long for every run: the whole zoo of libraries, and the large numbers of rounds and
 # examples of which `make test` tries a sample (tests/_samples.py).
 soak: $(STAMP)
-	DIST_CKPT_SOAK=1 $(PYTEST) -m "soak or sampled or hypothesis"
+	SOAK=1 $(PYTEST) -m "soak or sampled or hypothesis"
 
 lint: lint-quick
 	$(BIN)/mypy

@@ -1,4 +1,4 @@
-"""How much of what is random or exhaustive a run tries: a sample, or all with ``DIST_CKPT_SOAK=1``.
+"""How much of what is random or exhaustive a run tries: a sample, or all with ``SOAK=1``.
 
 ``make test`` takes the sample, ``make soak`` all of it. A test whose number of rounds, examples or
 cases comes from here is marked ``sampled``: ``make soak`` runs it again, with the larger number.
@@ -10,11 +10,8 @@ import os
 
 __all__ = ["IS_SOAK", "sample"]
 
-# Under a name that is no field of the configuration: the adapters refuse unknown ones that begin so.
-if "DIST_CKPT_SOAK" in os.environ:
-    os.environ["SOAK_DIST_CKPT"] = os.environ.pop("DIST_CKPT_SOAK")
-
-IS_SOAK = os.environ.get("SOAK_DIST_CKPT", "") not in {"", "0"}
+# Not DIST_CKPT_...: that prefix is the configuration's, which refuses names that are no field.
+IS_SOAK = os.environ.get("SOAK", "") not in {"", "0"}
 
 
 def sample(daily: int, soak: int, *, variable: str | None = None) -> int:
