@@ -2,8 +2,8 @@
 
 Here: what runs, how large, and how long. Not here: the benchmarks, the report.
 
-``--small`` takes minutes on two cores and shows that everything works; ``--full`` takes a quarter
-of an hour on a quiet machine, or ``--minutes``, and is what docs/performance.md is made of. A
+``--small`` takes minutes on two cores and shows that everything works; ``--full`` takes half
+an hour on a quiet machine, or ``--minutes``, and is what docs/performance.md is made of. A
 benchmark begins no round that would not end within its share of the time, so that less time and a
 slow machine have fewer rounds, never other sizes.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-MINUTES = 15.0
+MINUTES = 30.0
 """What the shares of ``PARTS``, with the stall benchmark, add up to."""
 
 
@@ -41,51 +41,51 @@ PARTS = (
         "bench_save.py",
         "--mib 64 --rounds 1 --contenders floor,floor-direct,ours,ours-manager,dcp,torch-save,"
         "safetensors,experimental",
-        "--mib 2048 --rounds 5",
-        225,
+        "--mib 512 --rounds 5",
+        330,
     ),
     Part(
         "bench_load.py",
         "--mib 64 --rounds 1 --contenders floor,ours,dcp,torch-save,safetensors",
-        "--mib 2048 --rounds 5",
-        165,
+        "--mib 512 --rounds 5",
+        240,
     ),
     Part(
         "bench_many.py",
         "--count 2000 --rounds 1 --contenders floor,ours,ours-manager,dcp,safetensors",
-        "--count 20000 --rounds 3",
-        100,
+        "--count 8000 --rounds 5",
+        240,
     ),
     Part(
         "bench_zarr.py",
         "--mib 48 --rounds 1 --contenders ours,ours-zarr3,tensorstore",
-        "--mib 1024 --rounds 3",
-        55,
+        "--mib 256 --rounds 5",
+        110,
     ),
     Part(
         "bench_reshard.py",
         "--mib 48 --rounds 1 --states warm --cases columns --contenders floor,ours,dcp",
-        "--mib 512 --rounds 3",
-        85,
+        "--mib 128 --rounds 5",
+        140,
     ),
     Part(
         "bench_ranks.py",
         "--mib 48 --rounds 1 --worlds 2 --contenders floor,ours,dcp",
-        "--mib 512 --rounds 3",
-        45,  # for saves, and as much for loads
+        "--mib 128 --rounds 5",
+        75,  # for saves, and as much for loads
     ),
     Part(
         "bench_plan.py",
         "--ranks 16,64 --tensors 250 --dcp-up-to 64",
-        "--ranks 64,256,1024,4096 --tensors 1000",
-        60,
+        "--ranks 64,256,1024 --tensors 1000 --rounds 5",
+        200,
     ),
-    Part("bench_checksums.py", "--mib 64 --rounds 1", "--mib 1024 --rounds 5", 20),
+    Part("bench_checksums.py", "--mib 64 --rounds 1", "--mib 256 --rounds 5", 40),
     Part("bench_device.py", "--mib 64 --rounds 1", "--mib 1024 --rounds 3", 15),
 )
 STALL = {
     "small": "--mib 32 --rounds 1 --contenders ours,ours-overlap,dcp-thread",
-    "full": "--mib 512 --rounds 3",
+    "full": "--mib 256 --rounds 5",
 }
 
 
