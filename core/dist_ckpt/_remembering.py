@@ -9,6 +9,7 @@ left is to write.
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from dist_ckpt._async_saving import AsyncPlanner, PlannedSave
 from dist_ckpt._formats.base import Written
 from dist_ckpt._formats.manifest import PACKED_INDEX_FILE
 from dist_ckpt._formats.torch_dist.write import write_durably
-from dist_ckpt._live import LiveDescriptions
 from dist_ckpt._publishing import publish, with_dcp_metadata
 from dist_ckpt._saving import Assignment, Coordinator, PendingSave, begin_save, commit_written
 from dist_ckpt.errors import CoordinationError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._background.orders import Publication
+    from dist_ckpt._live import LiveDescriptions
     from dist_ckpt._preparing import SaveRequest
     from dist_ckpt.events import EventSink
     from dist_ckpt.options import SaveOptions
@@ -46,10 +47,16 @@ class SaveMemory:
 
     def __init__(self) -> None:
         """Remember nothing yet."""
-        self.descriptions = LiveDescriptions()
         self.planner = AsyncPlanner()
         self._published: tuple[Mapping[str, bytes], dict[str, bytes]] = ({}, {})
         self._count = 0
+
+    @functools.cached_property
+    def descriptions(self) -> LiveDescriptions:
+        """What is known of live models; made late, for its import of FSDP takes a second."""
+        from dist_ckpt._live import LiveDescriptions  # noqa: PLC0415
+
+        return LiveDescriptions()
 
     def count(self) -> int:
         """Return the number of the save that begins, 1 for the first."""

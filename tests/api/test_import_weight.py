@@ -13,7 +13,13 @@ WEIGHTS = {
     "dist_ckpt": {"torch", "numpy", "pydantic", "yaml", "tensorstore", "lightning", "accelerate"},
     "dist_ckpt.errors": {"torch", "numpy", "pydantic", "yaml", "tensorstore"},
     "dist_ckpt.mapping": {"pydantic", "yaml", "tensorstore", "torch.distributed.checkpoint"},
-    "dist_ckpt.serialization": {"pydantic", "yaml", "tensorstore", "torch.distributed.checkpoint"},
+    "dist_ckpt.serialization": {
+        "pydantic",
+        "yaml",
+        "tensorstore",
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+    },
     "dist_ckpt.strategies.base": {
         "pydantic",
         "yaml",
