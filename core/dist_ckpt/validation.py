@@ -29,7 +29,7 @@ from dist_ckpt.errors import CoordinationError, InvalidShardingError, MismatchEr
 from dist_ckpt.mapping import ShardedObject, is_main_replica
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import nn
@@ -161,15 +161,11 @@ def check_formats(views: Sequence[RankView]) -> None:
     Raises:
         CoordinationError: Naming the formats and who chose them.
     """
-    chosen: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
-    for rank, view in enumerate(views):
-        chosen[view.formats].append(rank)
-    if len(chosen) > 1:
-        told = "; ".join(f"{formats} on ranks {ranks}" for formats, ranks in chosen.items())
-        raise CoordinationError(
-            f"ranks save in different formats (sharded, common): {told}.",
-            hint="give all ranks the same strategies and options.",
-        )
+    _check_equal(
+        [view.formats for view in views],
+        "ranks save in different formats (sharded, common)",
+        hint="give all ranks the same strategies and options.",
+    )
 
 
 def check_policies(views: Sequence[RankView]) -> None:
@@ -178,15 +174,21 @@ def check_policies(views: Sequence[RankView]) -> None:
     Raises:
         CoordinationError: Naming the ways and who chose them.
     """
-    chosen: dict[StrictPolicy | None, list[int]] = defaultdict(list)
-    for rank, view in enumerate(views):
-        chosen[view.policy].append(rank)
-    if len(chosen) > 1:
-        told = "; ".join(f"{policy} on ranks {ranks}" for policy, ranks in chosen.items())
-        raise CoordinationError(
-            f"ranks load with different strict handling: {told}.",
-            hint="give all ranks the same strict.",
-        )
+    _check_equal(
+        [view.policy for view in views],
+        "ranks load with different strict handling",
+        hint="give all ranks the same strict.",
+    )
+
+
+def _check_equal(choices: Sequence[Hashable], problem: str, *, hint: str) -> None:
+    """Raise ``CoordinationError`` unless all ranks, by position, have chosen the same."""
+    by_choice: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, choice in enumerate(choices):
+        by_choice[choice].append(rank)
+    if len(by_choice) > 1:
+        listed = "; ".join(f"{choice} on ranks {ranks}" for choice, ranks in by_choice.items())
+        raise CoordinationError(f"{problem}: {listed}.", hint=hint)
 
 
 def check_sharding(views: JobTable | Sequence[Sequence[ShardInfo]], *, coverage: bool) -> None:
