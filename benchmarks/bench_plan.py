@@ -55,7 +55,7 @@ def plan_again(run: Run, tensors: int) -> None:
     import torch
     from contenders.ours import Bag
 
-    from dist_ckpt._async_saving import AsyncPlanner
+    from dist_ckpt._saving.plan import AsyncPlanner
     from dist_ckpt.manager import CheckpointManager
     from dist_ckpt.training_state import TrainingState
 
@@ -83,7 +83,7 @@ class Ours:
         import torch
 
         from dist_ckpt._formats.torch_dist.format import TorchDistFormat
-        from dist_ckpt._planning.table import local_shards
+        from dist_ckpt._sharding.table import local_shards
         from dist_ckpt.mapping import ShardedTensor
         from dist_ckpt.validation import RankView
 
@@ -103,7 +103,7 @@ class Ours:
 
     def coordinate(self) -> None:
         """Check, plan, answer; then gather what was written, and make the index."""
-        from dist_ckpt._preparing import check_views
+        from dist_ckpt._saving.describe import check_views
 
         views = [pickle.loads(data) for data in self._sent]
         plan = self._format.plan(check_views(views, check_coverage=True), self._directory)
@@ -128,7 +128,7 @@ class Ours:
 
     def find(self) -> None:
         """Read what another rank reads: it is told where the index is and its checksum."""
-        from dist_ckpt._geometry import Box
+        from dist_ckpt.box import Box
 
         index = pickle.loads(pickle.dumps(self._opened, pickle.HIGHEST_PROTOCOL))
         rows = ROWS * self._ranks // max(1, self._ranks - 1)  # of another layout
@@ -139,7 +139,7 @@ class Ours:
 
     def _of(self, rank: int) -> Any:
         """A rank's shards: those of rank 0, further down."""
-        from dist_ckpt._planning.table import ShardTable
+        from dist_ckpt._sharding.table import ShardTable
 
         base = self._table
         sizes = base.sizes.copy()

@@ -1,7 +1,7 @@
 """``index.bin`` written by hand: what a writer may put there who knows the checksums.
 
 Here: a reader and a writer of the layout in ``docs/format.md``, made from that page alone, in plain
-python; the writer sorts and checks nothing. Not here: the library's own (``_planning.packed``).
+python; the writer sorts and checks nothing. Not here: the library's own (``_sharding.packed``).
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from dist_ckpt import training_state
-from dist_ckpt._engine.commit import Attempt
-from dist_ckpt._settling import Settler
+from dist_ckpt._worker.queue import Settler
 from dist_ckpt.background import BackgroundSaver
+from dist_ckpt.storage.commit import Attempt
 
 WAIT_SECS = 60.0
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt._checksums import sum_of_file
 from dist_ckpt._formats.opening import open_contents
-from dist_ckpt._planning.index import CheckpointIndex
-from dist_ckpt._sealing import sealed
+from dist_ckpt._sharding.index import CheckpointIndex
+from dist_ckpt.storage.checksums import sum_of_file
+from dist_ckpt.storage.sealed import sealed
 from tests._forge import Index, forged, parsed
 
 Change = Callable[[dict[str, Any]], object]

@@ -101,7 +101,7 @@ class TensorStore(Contender):
     def bind(self, shards: Sequence[Shard]) -> None:
         from dist_ckpt._formats.zarr.grid import choose_grid
         from dist_ckpt._formats.zarr.metadata import array_metadata
-        from dist_ckpt._geometry import Box
+        from dist_ckpt.box import Box
 
         super().bind(shards)
         self._documents = {}

@@ -1,9 +1,9 @@
 """Saves that go on while training continues.
 
 Here: ``BackgroundSaver``, from the call to the hand-over, and what waits for a save. Not here:
-planning (``_async_saving``), copying (``_handing_over``), how saves end (``_settling``), the worker
-(``_background``). Called on every rank alike, from the thread that trains.
-See docs/decisions/0017-background-saves.md.
+planning (``_saving.plan``), copying (``_worker.submit``), how saves end (``_worker.queue``), the
+worker (``_worker``). Called on every rank alike, from the thread that trains. See
+docs/decisions/0017-background-saves.md.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from dist_ckpt._async_saving import AsyncPlanner
-from dist_ckpt._background.worker import Worker
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._comm.hosts import hosts_of_this_rank
-from dist_ckpt._engine.copying import Copier
-from dist_ckpt._engine.endings import at_exit
-from dist_ckpt._engine.pool import StagingPool
 from dist_ckpt._formats.native import new_format
-from dist_ckpt._handing_over import Means, hand_over
-from dist_ckpt._live import LiveDescriptions
-from dist_ckpt._outcomes import InFlight, beside
-from dist_ckpt._preparing import SaveRequest
-from dist_ckpt._settling import Settler
-from dist_ckpt._step_guard import step_guard
+from dist_ckpt._process.endings import at_exit
+from dist_ckpt._saving.describe import SaveRequest
+from dist_ckpt._saving.describe_live import LiveDescriptions
+from dist_ckpt._saving.plan import AsyncPlanner
+from dist_ckpt._staging_pool.copying import Copier
+from dist_ckpt._staging_pool.pool import StagingPool
+from dist_ckpt._worker.queue import Settler
+from dist_ckpt._worker.result import InFlight, beside
+from dist_ckpt._worker.step_guard import step_guard
+from dist_ckpt._worker.submit import Means, hand_over
+from dist_ckpt._worker.worker import Worker
 from dist_ckpt.errors import (
     AsyncSaveError,
     BarrierTimeoutError,
@@ -53,7 +53,7 @@ from dist_ckpt.options import BackgroundOptions, SaveOptions, checked_path, path
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from dist_ckpt._background.hub import HubAddress
+    from dist_ckpt._worker.hub import HubAddress
     from dist_ckpt.config import DistCkptConfig
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict
 

@@ -1,8 +1,8 @@
 """The process that writes a rank's checkpoints while training goes on.
 
 Here: ``CheckpointProcess``, its thread in the training process and the order of saves. Not here:
-what the process does (``_checkpoint_worker``), what it writes (``checkpoint_writer``). The names
-are those of torch's ``_experimental`` checkpointer (torch 2.13).
+what the process does (``_worker.checkpoint_pipe``), what it writes (``checkpoint_writer``). The
+names are those of torch's ``_experimental`` checkpointer (torch 2.13).
 
 The processes of all ranks meet in a store, without the training processes: a save commits, or fails
 on all ranks, whatever those do meanwhile.
@@ -18,8 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._checkpoint_worker import CheckpointProcessError, Worker, WorkerTask
-from dist_ckpt._engine.handover import pack
+from dist_ckpt._staging_pool.handover import pack
+from dist_ckpt._worker.checkpoint_pipe import CheckpointProcessError, Worker, WorkerTask
 from dist_ckpt.barriers import TCPStoreBarrier
 from dist_ckpt.checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 from dist_ckpt.errors import ConfigError
@@ -27,7 +27,7 @@ from dist_ckpt.options import path_to_tell
 from dist_ckpt.staging import StagedStateDict
 
 if TYPE_CHECKING:
-    from dist_ckpt._checkpoint_worker import CheckpointChild
+    from dist_ckpt._worker.checkpoint_pipe import CheckpointChild
     from dist_ckpt.types import STATE_DICT, PathLike, RankInfo
 
 __all__ = [

@@ -1,8 +1,8 @@
 """One rank's state dict, read from its part of a checkpoint.
 
-Here: ``CheckpointReader``. Not here: the key space (``_rank_state``), how bytes are read
-(``_loading``), where loaded values go (``_rank_request``). The names are those of torch's
-``_experimental`` checkpointer (torch 2.13).
+Here: ``CheckpointReader``. Not here: the key space (``_saving.rank_state``), how bytes are read
+(``_loading.execute``), where loaded values go (``_loading.rank_request``). The names are those of
+torch's ``_experimental`` checkpointer (torch 2.13).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._comm import SingleCommunicator
-from dist_ckpt._loading import LoadRequest, read_object, run_load, stored_keys
-from dist_ckpt._opened import open_checkpoint
-from dist_ckpt._rank_request import RankRequest, is_all_global
-from dist_ckpt._rank_state import PART_KEY, thawed
+from dist_ckpt._loading.execute import LoadRequest, read_object, run_load, stored_keys
+from dist_ckpt._loading.open import open_checkpoint
+from dist_ckpt._loading.rank_request import RankRequest, is_all_global
+from dist_ckpt._saving.rank_state import PART_KEY, thawed
 from dist_ckpt.checkpoint_writer import default_rank_info
 from dist_ckpt.errors import (
     CheckpointNotFoundError,

@@ -1,6 +1,6 @@
 """One rank's state dict, written as its part of a checkpoint.
 
-Here: ``CheckpointWriter`` and its hooks. Not here: the key space (``_rank_state``), how a
+Here: ``CheckpointWriter`` and its hooks. Not here: the key space (``_saving.rank_state``), how a
 checkpoint is written and committed (``serialization``). The names are those of torch's
 ``_experimental`` checkpointer (torch 2.13).
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._comm import SingleCommunicator, default_communicator
-from dist_ckpt._rank_state import to_sharded
+from dist_ckpt._saving.rank_state import to_sharded
 from dist_ckpt.barriers import MeetingBarrier
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.options import SaveOptions, checked_path, path_to_tell

@@ -14,11 +14,10 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dist_ckpt._engine.futures import ReportedFuture
 from dist_ckpt.checkpoint_writer import in_order
 from dist_ckpt.errors import ConfigError, MismatchError
 from dist_ckpt.options import checked_path, path_to_tell
-from dist_ckpt.utils import wrap_future
+from dist_ckpt.utils import follow, wrap_future
 
 if TYPE_CHECKING:
     from dist_ckpt.checkpoint_process import CheckpointProcess
@@ -163,7 +162,7 @@ class AsyncCheckpointer(Checkpointer):
         self._checkpoint_stager = checkpoint_stager
         self._checkpoint_process = checkpoint_process
         self._reader = reader
-        self._write_future: ReportedFuture[None] | None = None
+        self._write_future: _ReportedFuture[None] | None = None
         self._write_path = ""
 
     def save(
@@ -193,7 +192,7 @@ class AsyncCheckpointer(Checkpointer):
                 abstain(error)
             raise
         written = self._checkpoint_process.write(staged, path, **kwargs)
-        self._write_future, self._write_path = ReportedFuture(written), _location(path)
+        self._write_future, self._write_path = _ReportedFuture(written), _location(path)
         return wrap_future(staged), self._write_future
 
     def load(
@@ -247,3 +246,37 @@ def _checked(loaded: tuple[STATE_DICT, list[str]], path: PathLike, *, strict: bo
     if strict and missing:
         raise MismatchError(f"Checkpoint at {path} is missing keys: {missing}")
     return state_dict
+
+
+class _ReportedFuture(Future[T]):
+    """A future that remembers whether somebody has been told how it ended.
+
+    ``concurrent.futures`` does not tell whether an exception was ever looked at; the next save and
+    ``close`` must know, so that a failure is raised once and not lost.
+    """
+
+    def __init__(self, original: Future[T]) -> None:
+        """Follow ``original``: end when it ends, the same way."""
+        super().__init__()
+        self._told = False
+        follow(original, self, lambda result: result)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return the result, or raise the failure, which has then been told."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._told = self._told or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the failure, which has then been told."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._told = self._told or self.done()
+
+    def untold_failure(self) -> BaseException | None:
+        """Wait; return the failure if nobody has been told of it, which has then been told."""
+        told = self._told
+        error = self.exception()
+        return None if told else error

@@ -1,7 +1,7 @@
 """The small file that says: this is a distributed checkpoint, of this format.
 
 Here: ``CheckpointingConfig`` and ``metadata.json``, whose presence is the commit marker. Not here:
-the rest of a checkpoint's documents (``serialization``, ``_engine.commit``).
+the rest of a checkpoint's documents (``serialization``, ``storage.commit``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_ckpt._sealing import parse_document
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, is_directory, storage_errors
+from dist_ckpt.storage.sealed import parse_document
 
 if TYPE_CHECKING:
     from dist_ckpt.types import PathLike

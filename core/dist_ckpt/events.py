@@ -1,8 +1,8 @@
 """What saves tell about themselves: typed events, and sinks that take them.
 
 Here: one event per doorway a save passes, with seconds and bytes; the ``EventSink`` port; a sink
-that logs and one that appends JSON lines. Not here: who emits (``background``; ``_remembering`` for
-saves that block), metrics of a framework's logger (the adapters).
+that logs and one that appends JSON lines. Not here: who emits (``background``; ``_saving.memory``
+for saves that block), metrics of a framework's logger (the adapters).
 
 A sink is told on the thread where the thing happens, the training thread among them: it must be
 quick. What a sink raises is logged and never reaches a save (``emit_to``).

@@ -1,8 +1,8 @@
 """Which rank of a group keeps which shard, and handing shards from rank to rank.
 
 Here: ``ShardDistribution``, the greedy assignment behind it, and the exchange that follows it. Not
-here: how tensors move (``_exchange``), who saves or loads (``strategies.fully_parallel``,
-``tensor_aware_state_dict``), the planning of our own saves (``_planning.distribution``).
+here: how tensors move (``_comm.tensors``), who saves or loads (``strategies.fully_parallel``,
+``tensor_aware_state_dict``), the planning of our own saves (``_sharding.assign``).
 
 Source of the names and of the order of the assignment: the API documentation of Megatron-Core 0.12
 to 0.20.
@@ -18,14 +18,14 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dist_ckpt._comm import group_communicator
-from dist_ckpt._exchange import (
+from dist_ckpt._comm.tensors import (
     EXCHANGE_ALGOS,
     ShardId,
     exchange_tensors,
     sort_key,
     told_group,
 )
-from dist_ckpt._planning.describe import dtype_name
+from dist_ckpt._sharding.shard_info import dtype_name
 from dist_ckpt.dict_utils import nested_values
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor, is_main_replica

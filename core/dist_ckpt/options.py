@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from dist_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dist_ckpt._engine.commit import Replace
+    from dist_ckpt.storage.commit import Replace
 
 __all__ = [
     "BackgroundOptions",

@@ -1,7 +1,7 @@
 """A job that is told to go: one more save, then a clean stop, after the same step on all ranks.
 
 Here: ``PreemptionGuard``, its handler of signals, ``Preempted``. Not here: how ranks find the poll
-at which it counts (``_stopping``), what is saved (``training_state``, the adapters). Made and
+at which it counts (``_comm.stopping``), what is saved (``training_state``, the adapters). Made and
 polled alike on every rank, by the main thread.
 
 See docs/guides/preemption.md and docs/decisions/0020-preemption.md.
@@ -22,9 +22,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from dist_ckpt._comm import default_communicator
+from dist_ckpt._comm.stopping import Agreement, Counts
 from dist_ckpt._comm.store import StoreCommunicator
-from dist_ckpt._engine.endings import at_exit
-from dist_ckpt._stopping import Agreement, Counts
+from dist_ckpt._process.endings import at_exit
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.options import SaveOptions
 

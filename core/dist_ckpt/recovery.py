@@ -2,8 +2,8 @@
 
 Here: verifying a checkpoint, finding the newest good one, setting damaged ones aside, writing again
 what a copy has lost, sweeping what dead saves left. Not here: how one looks closely
-(``_searching``), keeping and removing checkpoints (``retention``, ``manager``). Collective where it
-says so: the answer is decided once, on rank 0, and is the same on all ranks. See
+(``_loading.search``), keeping and removing checkpoints (``retention``, ``manager``). Collective
+where it says so: the answer is decided once, on rank 0, and is the same on all ranks. See
 docs/guides/recovery.md.
 """
 
@@ -16,11 +16,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_ckpt._checksums import sum_of
 from dist_ckpt._comm import default_communicator
-from dist_ckpt._engine import owners
-from dist_ckpt._engine.commit import locate
-from dist_ckpt._engine.leftovers import move_aside, sweep_leftovers
 from dist_ckpt._formats.documents import (
     MANIFEST_FILE,
     MAX_DOCUMENT_NBYTES,
@@ -30,8 +26,8 @@ from dist_ckpt._formats.documents import (
 )
 from dist_ckpt._formats.torch_dist.dcp_metadata import encode_metadata
 from dist_ckpt._formats.verification import VerifiedStore
-from dist_ckpt._opened import open_checkpoint
-from dist_ckpt._searching import (
+from dist_ckpt._loading.open import open_checkpoint
+from dist_ckpt._loading.search import (
     Bad,
     Findings,
     Opened,
@@ -47,7 +43,10 @@ from dist_ckpt._searching import (
 from dist_ckpt.errors import ConfigError, UnknownStrategyError
 from dist_ckpt.events import Event, SetAside, Skipped, emit_to
 from dist_ckpt.options import LoadOptions, checked_path, path_to_tell
-from dist_ckpt.storage import open_store
+from dist_ckpt.storage import open_store, owners
+from dist_ckpt.storage.checksums import sum_of
+from dist_ckpt.storage.commit import locate
+from dist_ckpt.storage.leftovers import move_aside, sweep_leftovers
 from dist_ckpt.storage.local import create_by_rename
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
 """Entry points: save and load distributed checkpoints.
 
-Here: the public functions of the seeds. Not here: the steps of a save (``_saving``) and of a load
-(``_loading``). ``save`` and ``load`` are collective over all ranks of the default process group, or
-local to this process if there is none.
+Here: the public functions of the seeds. Not here: the steps of a save (``_saving.execute``) and of
+a load (``_loading.execute``). ``save`` and ``load`` are collective over all ranks of the default
+process group, or local to this process if there is none.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._choice import chosen_common, chosen_save, chosen_source
 from dist_ckpt._comm import SingleCommunicator, default_communicator
 from dist_ckpt._formats.documents import check_unchanged
-from dist_ckpt._loading import (
+from dist_ckpt._loading.execute import (
     LoadRequest,
     read_common,
     read_leaves,
@@ -22,12 +21,12 @@ from dist_ckpt._loading import (
     run_load,
     stored_keys,
 )
-from dist_ckpt._opened import check_indexed, open_checkpoint, open_together
-from dist_ckpt._planning.table import local_shards
-from dist_ckpt._process_writing import staged_write
-from dist_ckpt._remembering import SaveMemory, run_remembered
-from dist_ckpt._saving import PendingSave, SaveRequest, begin_save
-from dist_ckpt._state import split_for_load, without_marks
+from dist_ckpt._loading.open import check_indexed, open_checkpoint, open_together
+from dist_ckpt._saving.execute import PendingSave, SaveRequest, begin_save
+from dist_ckpt._saving.memory import SaveMemory, run_remembered
+from dist_ckpt._sharding.split import split_for_load, without_marks
+from dist_ckpt._sharding.table import local_shards
+from dist_ckpt._worker.async_request import staged_write
 from dist_ckpt.dict_utils import dict_list_map_outplace, extract_matching_values
 from dist_ckpt.errors import CheckpointNotFoundError, ConfigError, InvalidShardingError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
@@ -41,6 +40,7 @@ from dist_ckpt.strategies.base import (
 )
 from dist_ckpt.strategies.generic import StrategyFormat, async_request
 from dist_ckpt.strategies.native import NativeSaveShardedStrategy
+from dist_ckpt.strategies.selection import chosen_common, chosen_save, chosen_source
 from dist_ckpt.validation import (
     StrictHandling,
     StrictPolicy,
@@ -52,7 +52,7 @@ from dist_ckpt.validation import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from dist_ckpt._planning.describe import ShardInfo
+    from dist_ckpt._sharding.shard_info import ShardInfo
     from dist_ckpt.strategies.base import LoadCommonStrategy, SaveCommonStrategy
     from dist_ckpt.types import Communicator, PathLike, ShardedStateDict, StateDict
 

@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from dist_ckpt._engine.arena import Arena, copy_bits
-from dist_ckpt._engine.handover import is_plain_tensor
-from dist_ckpt._engine.pool import StagingPool
-from dist_ckpt._rank_state import (
+from dist_ckpt._saving.rank_state import (
     GlobalTensor,
     Path,
     map_tree,
@@ -25,6 +22,9 @@ from dist_ckpt._rank_state import (
     render,
     with_global_leaves,
 )
+from dist_ckpt._staging_pool.arena import Arena, copy_bits
+from dist_ckpt._staging_pool.handover import is_plain_tensor
+from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt.errors import BarrierTimeoutError, ConfigError, InvalidShardingError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 

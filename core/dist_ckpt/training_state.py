@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dist_ckpt._comm import default_communicator
-from dist_ckpt._dcp_names import Roots, adopt, find_roots, group_flat, is_flat, values_beside
-from dist_ckpt._engine.commit import forget_aside, remove_tree
-from dist_ckpt._engine.in_flight import check_not_in_flight
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._formats.native import new_format
-from dist_ckpt._integrity.match import describe_unexpected
-from dist_ckpt._live import LiveObjects
-from dist_ckpt._loading import (
+from dist_ckpt._loading.dcp_names import (
+    Roots,
+    adopt,
+    find_roots,
+    group_flat,
+    is_flat,
+    values_beside,
+)
+from dist_ckpt._loading.execute import (
     LoadRequest,
     read_common,
     read_object,
@@ -35,10 +38,13 @@ from dist_ckpt._loading import (
     run_load,
     stored_keys,
 )
-from dist_ckpt._names import Prefixes, find_prefixes, rename
-from dist_ckpt._opened import check_indexed, open_checkpoint, open_together
-from dist_ckpt._remembering import SaveMemory, run_remembered
-from dist_ckpt._saving import SaveRequest
+from dist_ckpt._loading.names import Prefixes, find_prefixes, rename
+from dist_ckpt._loading.open import check_indexed, open_checkpoint, open_together
+from dist_ckpt._saving.describe_live import LiveObjects
+from dist_ckpt._saving.execute import SaveRequest
+from dist_ckpt._saving.in_flight import check_not_in_flight
+from dist_ckpt._saving.memory import SaveMemory, run_remembered
+from dist_ckpt._sharding.match import describe_unexpected
 from dist_ckpt.derive import (
     load_optimizer_state,
     model_layout,
@@ -52,6 +58,7 @@ from dist_ckpt.derive.slots import optimizer_slots, unwrap_optimizer
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, MismatchError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path, path_to_tell
+from dist_ckpt.storage.commit import forget_aside, remove_tree
 from dist_ckpt.validation import StrictPolicy
 
 if TYPE_CHECKING:

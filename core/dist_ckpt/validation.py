@@ -1,7 +1,7 @@
 """Agreement of all ranks, and what happens when request and checkpoint differ.
 
 Here: strict handling, and checks over all ranks' descriptions that raise. Not here: the checks
-themselves (``_integrity``), the exchange (``_comm``). The functions run on rank 0 inside an
+themselves (``_sharding``), the exchange (``_comm``). The functions run on rank 0 inside an
 exchange, so whatever they raise is raised on every rank.
 """
 
@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from dist_ckpt._integrity.coverage import (
+from dist_ckpt._sharding.coverage import (
     agreement_problems,
     coverage_problems,
     storage_problems,
 )
-from dist_ckpt._integrity.quick import agreeing_keys, storable_keys, tiled_keys
-from dist_ckpt._planning.describe import dtype_from_name, dtype_name
-from dist_ckpt._planning.together import JobTable
+from dist_ckpt._sharding.proofs import agreeing_keys, storable_keys, tiled_keys
+from dist_ckpt._sharding.shard_info import dtype_from_name, dtype_name
+from dist_ckpt._sharding.together import JobTable
 from dist_ckpt.errors import CoordinationError, InvalidShardingError, MismatchError
 from dist_ckpt.mapping import ShardedObject, is_main_replica
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import nn
 
-    from dist_ckpt._planning.describe import ShardInfo
+    from dist_ckpt._sharding.shard_info import ShardInfo
 
 __all__ = [
     "RankView",

@@ -126,7 +126,7 @@ def scaled(accelerator: Accelerator) -> None:
 @contextlib.contextmanager
 def copies_held_back(until: threading.Event) -> Iterator[None]:
     """Let copies that go on in the background begin only when something has happened."""
-    from dist_ckpt._engine.copying import Copier, CopyTask
+    from dist_ckpt._staging_pool.copying import Copier, CopyTask
 
     start, work, has_begun = Copier.start, CopyTask.work, threading.Event()
 

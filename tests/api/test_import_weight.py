@@ -36,10 +36,10 @@ WEIGHTS = {
     },
     "dist_ckpt.checkpointer": {"pydantic", "yaml", "tensorstore"},
     "dist_ckpt._comm.failures": {"torch", "numpy"},
-    "dist_ckpt._publishing": {"torch", "numpy"},
+    "dist_ckpt._saving.publish": {"torch", "numpy"},
     # The worker process: a fresh interpreter that must be there quickly, and stay small.
-    "dist_ckpt._background.process": {"torch", "numpy", "multiprocessing", "asyncio", "pydantic"},
-    "dist_ckpt._background.worker": {"torch", "numpy", "multiprocessing"},
+    "dist_ckpt._worker.main": {"torch", "numpy", "multiprocessing", "asyncio", "pydantic"},
+    "dist_ckpt._worker.worker": {"torch", "numpy", "multiprocessing"},
     "dist_ckpt.config": {"torch", "tensorstore"},
 }
 """What each module leaves alone. Lighter ones first, among those with torch and those without."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt._checksums import FileSum, sum_of
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import Extent, LocalStore, Store
+from dist_ckpt.storage.checksums import FileSum, sum_of
 from dist_ckpt.testing import MemoryStore, StoreConformance
 from dist_ckpt.testing.faults import FaultyStore
 

@@ -193,7 +193,7 @@ def test_a_backend_that_one_rank_lacks_on_load_is_told_to_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: None
 ) -> None:
     """A package that is missing on one node only does not leave the others waiting."""
-    import dist_ckpt._choice as choice
+    import dist_ckpt.strategies.selection as choice
 
     ThreadWorld(2).run(functools.partial(save_npz, tmp_path / "c", strategy=TestNpz.save_strategy))
     register_default_strategy(StrategyAction.LOAD_SHARDED, "npz", 1, NpzLoadStrategy())

@@ -439,9 +439,9 @@ def _hold_syncs(stack: contextlib.ExitStack) -> None:
 def _fail_in(fault: Fault, stack: contextlib.ExitStack) -> None:
     target = {
         # On rank 0 while it plans; on any other rank in the same exchange.
-        "planning": "dist_ckpt._async_saving.prepare",
-        "staging": "dist_ckpt._handing_over._stage",
-        "no memory": "dist_ckpt._engine.pool.StagingPool.acquire",
+        "planning": "dist_ckpt._saving.plan.prepare",
+        "staging": "dist_ckpt._worker.submit._stage",
+        "no memory": "dist_ckpt._staging_pool.pool.StagingPool.acquire",
     }[fault.name]
     error = OSError(12, f"boom in {fault.name}")
     stack.enter_context(mock.patch(target, side_effect=error))

@@ -66,7 +66,7 @@ def without_exchange(backend: Any) -> Callable[[Path], None]:
 
     def run(folder: Path) -> None:
         refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        with mock.patch("dist_ckpt._engine.commit._exchange", side_effect=refused):
+        with mock.patch("dist_ckpt.storage.commit._exchange", side_effect=refused):
             synchronous(backend, AGAIN)(folder)
 
     return run

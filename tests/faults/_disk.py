@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt._engine import commit
+from dist_ckpt.storage import commit
 
 CHANGES = (
     "open", "pwrite", "ftruncate", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "link",

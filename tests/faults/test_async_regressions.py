@@ -464,7 +464,7 @@ def test_a_kept_error_keeps_no_staged_memory(tmp_path: Path) -> None:
     saver = BackgroundSaver()
     save(saver, tmp_path / "1", matrix())
     saver.drain()
-    with mock.patch("dist_ckpt._handing_over._stage", side_effect=OSError(5, "boom")):
+    with mock.patch("dist_ckpt._worker.submit._stage", side_effect=OSError(5, "boom")):
         save(saver, tmp_path / "2", matrix())
     with pytest.raises(AsyncSaveError) as caught:
         saver.close()

@@ -47,7 +47,7 @@ def faulty(
     warm_up.make(Fault(name="none", rank=0, delay=0, steps=1, path="a"))
     warm_up.finish()
     faults = schedule(seed, count, size=size, worker=options.worker, overlap=options.overlap)
-    with no_leaks(home), mock.patch("dist_ckpt._engine.pool.BLOCK_NBYTES", 4096):
+    with no_leaks(home), mock.patch("dist_ckpt._staging_pool.pool.BLOCK_NBYTES", 4096):
         run = Run(job, home / "saves", options)
         for fault in faults:
             run.make(fault)

@@ -121,7 +121,7 @@ def test_a_slow_action_keeps_nobody_from_hearing_of_the_next_save(
     save_model_and_optimizer(tmp_path / "first", model, saver=saver)
     saver.after_commit(lambda: goes_on.wait(2 * _SECS), what="an upload")
     try:
-        with mock.patch("dist_ckpt._handing_over._stage", side_effect=OSError("boom")):
+        with mock.patch("dist_ckpt._worker.submit._stage", side_effect=OSError("boom")):
             save_model_and_optimizer(tmp_path / "second", model, saver=saver)
         with pytest.raises(AsyncSaveError, match="boom"):
             saver.wait()
@@ -171,7 +171,7 @@ def test_waiting_for_a_path_does_not_tell_of_another(
         os.kill(pid, signal.SIGCONT)  # only now: the path was in flight when it was looked up
         return float(wait_for(*args))
 
-    with mock.patch("dist_ckpt._handing_over._stage", side_effect=OSError("boom")):
+    with mock.patch("dist_ckpt._worker.submit._stage", side_effect=OSError("boom")):
         save_model_and_optimizer(tmp_path / "bad", model, saver=saver)
     save_model_and_optimizer(tmp_path / "good", model, saver=saver)
     if has_ended:

@@ -19,7 +19,7 @@ from dist_ckpt import (
     load,
     save,
 )
-from dist_ckpt._engine.commit import locate
+from dist_ckpt.storage.commit import locate
 from dist_ckpt.training_state import is_checkpoint, remove_checkpoint
 from tests.faults._disk import Disk
 
@@ -163,7 +163,7 @@ def test_what_stood_aside_does_not_come_back(
 
 
 def locate_name(target: Path) -> Path:
-    from dist_ckpt._engine.commit import attempt_prefix
+    from dist_ckpt.storage.commit import attempt_prefix
 
     return target.parent / f"{attempt_prefix(target)}000000000000.previous"
 

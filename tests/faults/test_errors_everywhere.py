@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dist_ckpt import CheckpointingException, LoadOptions, SaveOptions, ShardedTensor, load, save
-from dist_ckpt import _exchange as exchange
 from dist_ckpt._comm import store as store_comm
+from dist_ckpt._comm import tensors as exchange
 from dist_ckpt.background import BackgroundOptions, BackgroundSaver
 from dist_ckpt.errors import (
     AsyncSaveError,
@@ -380,12 +380,12 @@ def test_a_save_in_the_background_fails_on_one_rank(tmp_path: Path) -> None:
 # -- ranks that vanish -----------------------------------------------------------------------------
 
 GONE = {
-    "plan": "dist_ckpt._preparing.split_for_save",
-    "write": "dist_ckpt._saving.write_part",
+    "plan": "dist_ckpt._saving.describe.split_for_save",
+    "write": "dist_ckpt._saving.execute.write_part",
     "open": "dist_ckpt.serialization.open_together",
-    "match": "dist_ckpt._loading.split_for_load",
+    "match": "dist_ckpt._loading.execute.split_for_load",
     "read": "dist_ckpt.storage.local._read_all",
-    "merge": "dist_ckpt._loading.merge_after_load",
+    "merge": "dist_ckpt._loading.execute.merge_after_load",
 }
 
 

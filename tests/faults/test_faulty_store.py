@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from dist_ckpt import LoadOptions, SaveOptions, ShardedTensor, load, save
-from dist_ckpt._checksums import sum_of
 from dist_ckpt.background import BackgroundOptions, BackgroundSaver
 from dist_ckpt.errors import (
     BarrierTimeoutError,
@@ -30,6 +29,7 @@ from dist_ckpt.events import Committed, Event
 from dist_ckpt.recovery import verify_checkpoint
 from dist_ckpt.serialization import load_plain_tensors
 from dist_ckpt.storage import Extent, LocalStore
+from dist_ckpt.storage.checksums import sum_of
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.testing.faults import (
     WRITES,

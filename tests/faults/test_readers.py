@@ -20,8 +20,7 @@ from dist_ckpt import (
     load_plain_tensors,
     save,
 )
-from dist_ckpt._engine import commit
-from dist_ckpt.storage import LocalStore
+from dist_ckpt.storage import LocalStore, commit
 
 
 def state(value: float, size: int = 64) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt import LoadOptions, SaveOptions
-from dist_ckpt._background.worker import Worker
+from dist_ckpt._worker.worker import Worker
 from dist_ckpt.background import BackgroundOptions, BackgroundSaver
 from dist_ckpt.errors import CheckpointingException
 from dist_ckpt.recovery import latest
@@ -260,7 +260,7 @@ def impatient() -> Iterator[None]:
     """Wait for the dead as briefly as a test can afford."""
     with (
         mock.patch("dist_ckpt._comm.store._GRACE_SECS", GRACE_SECS),
-        mock.patch("dist_ckpt._settling._AGREE_SECS", PATIENCE_SECS["async"]),
+        mock.patch("dist_ckpt._worker.queue._AGREE_SECS", PATIENCE_SECS["async"]),
         mock.patch.dict(Worker.__init__.__kwdefaults__, hub_grace_secs=PATIENCE_SECS["sync"]),
     ):
         yield

@@ -24,22 +24,21 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt import InvalidShardingError, SaveOptions, ShardedObject, ShardedTensor, load, save
-from dist_ckpt._background import link
-from dist_ckpt._background.saves import GivenUpError
 from dist_ckpt._comm.store import StoreCommunicator
-from dist_ckpt._engine import commit
-from dist_ckpt._engine.commit import Attempt
 from dist_ckpt._formats.torch_dist import write as torch_dist_write
 from dist_ckpt._formats.torch_dist.format import TorchDistFormat
 from dist_ckpt._formats.zarr import write as zarr_write
-from dist_ckpt._outcomes import InFlight, outcome
-from dist_ckpt._planning.distribution import CHUNK_NBYTES, assign_writers
+from dist_ckpt._sharding.assign import CHUNK_NBYTES, assign_writers
+from dist_ckpt._worker import link
+from dist_ckpt._worker.result import InFlight, outcome
+from dist_ckpt._worker.saves import GivenUpError
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.derive import sharded_state_dict
 from dist_ckpt.dict_utils import nested_values
 from dist_ckpt.errors import AsyncSaveError, CoordinationError, StorageError
 from dist_ckpt.mapping import is_main_replica
-from dist_ckpt.storage import local
+from dist_ckpt.storage import commit, local
+from dist_ckpt.storage.commit import Attempt
 from dist_ckpt.storage.local import LocalWriter, make_directory
 from dist_ckpt.testing.world import ThreadWorld
 from dist_ckpt.types import Communicator

@@ -20,9 +20,9 @@ import lightning as L  # noqa: N812 - as its documents write it
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from dist_ckpt._background.orders import FileOrder
-from dist_ckpt._engine import copying
-from dist_ckpt._engine.copying import CopyTask
+from dist_ckpt._staging_pool import copying
+from dist_ckpt._staging_pool.copying import CopyTask
+from dist_ckpt._worker.orders import FileOrder
 from dist_ckpt.background import BackgroundSaver
 from tests.lightning._training import make_trainer, names
 

@@ -13,13 +13,13 @@ import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from dist_ckpt._engine.commit import attempt_prefix
 from dist_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptedCheckpointError,
     UnsafeContentError,
 )
 from dist_ckpt.recovery import set_aside
+from dist_ckpt.storage.commit import attempt_prefix
 from dist_ckpt.training_state import is_checkpoint
 from tests._damage import DAMAGES, aside, damage, data_file, flip
 from tests.lightning._flight import make_async, visible

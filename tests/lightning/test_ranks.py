@@ -14,8 +14,8 @@ import lightning as L  # noqa: N812 - as its documents write it
 import pytest
 import torch
 
-import dist_ckpt._remembering as remembering
-import dist_ckpt._saving as saving
+import dist_ckpt._saving.execute as saving
+import dist_ckpt._saving.memory as remembering
 from dist_ckpt import load_plain_tensors
 from dist_ckpt.derive import model_layout
 from dist_ckpt.derive.protocol import given_entries, model_state

@@ -12,8 +12,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from dist_ckpt import _remembering as remembering
 from dist_ckpt import recovery
+from dist_ckpt._saving import memory as remembering
 from lightning_dist_ckpt import _retention
 from tests._damage import data_file
 from tests._peaks import Peak

@@ -42,8 +42,8 @@ def save(saver: BackgroundSaver, job: Job, path: Path) -> dict[str, torch.Tensor
 
 def failing_to(what: str) -> Any:
     targets = {
-        "stage": "dist_ckpt._handing_over._stage",
-        "get memory": "dist_ckpt._engine.pool.StagingPool.acquire",
+        "stage": "dist_ckpt._worker.submit._stage",
+        "get memory": "dist_ckpt._staging_pool.pool.StagingPool.acquire",
     }
     return mock.patch(targets[what], side_effect=OSError(12, f"boom: cannot {what}"))
 
@@ -188,9 +188,9 @@ def test_a_rank_that_ends_after_its_save_returned_does_not_stop_it(
 def one_dies_early(rank: int, size: int, folder: str) -> str:
     job, saver, path = Job(rank, size), saver_of(), Path(folder, "c")
     if rank == 1:
-        with mock.patch("dist_ckpt._handing_over._stage", side_effect=lambda *_: os._exit(9)):
+        with mock.patch("dist_ckpt._worker.submit._stage", side_effect=lambda *_: os._exit(9)):
             save(saver, job, path)
-    with mock.patch("dist_ckpt._settling._AGREE_SECS", 1.0):  # of two ranks that are there
+    with mock.patch("dist_ckpt._worker.queue._AGREE_SECS", 1.0):  # of two ranks that are there
         told = message_of(lambda: (save(saver, job, path), saver.wait(path), saver.poll()))
     saver.close()
     return told

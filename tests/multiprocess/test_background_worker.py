@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 TRAINING = """
 import os, sys
 from pathlib import Path
-from dist_ckpt._background.agreement import CommitPoint
-from dist_ckpt._background.worker import Worker
+from dist_ckpt._saving.publish import CommitPoint
+from dist_ckpt._worker.worker import Worker
 from tests.unit._orders import GatedOrder, Memory, bytes_of, file_orders, runs_of
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]

@@ -181,11 +181,11 @@ SCRIPT = """
 
     import torch.distributed as dist
 
-    from dist_ckpt._async_saving import PlannedSave
-    from dist_ckpt._background.agreement import CommitPoint
-    from dist_ckpt._background.hub import HubAddress
+    from dist_ckpt._saving.plan import PlannedSave
+    from dist_ckpt._saving.publish import CommitPoint
+    from dist_ckpt._worker.hub import HubAddress
     from dist_ckpt._comm.store import StoreCommunicator
-    from dist_ckpt._outcomes import InFlight
+    from dist_ckpt._worker.result import InFlight
     from dist_ckpt.background import BackgroundOptions, BackgroundSaver
     from dist_ckpt.preemption import PreemptionGuard
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_ckpt import _exchange
+from dist_ckpt._comm import tensors as _exchange
 from dist_ckpt.errors import (
     CheckpointingException,
     ConfigError,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dist_ckpt import CorruptedCheckpointError, ShardedTensor
-from dist_ckpt._engine.owners import owner_of
 from dist_ckpt.manager import CheckpointManager
 from dist_ckpt.recovery import latest, sweep, verify_checkpoint
 from dist_ckpt.retention import KeepLast
+from dist_ckpt.storage.owners import owner_of
 from tests.multiprocess._world import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -87,7 +87,7 @@ def test_none_good_is_told_on_every_rank(tmp_path: Path) -> None:
 def die_in_a_save(rank: int, size: int, folder: str) -> None:
     import os
 
-    from dist_ckpt import _publishing
+    from dist_ckpt._saving import publish as _publishing
 
     manager = CheckpointManager(folder)
     manager.save(1, rows(rank, size, 1.0))

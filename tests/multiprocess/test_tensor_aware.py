@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from dist_ckpt import exchange_utils
 from dist_ckpt import tensor_aware_state_dict as module
-from dist_ckpt._tensor_aware import ELSEWHERE
 from dist_ckpt.exchange_utils import EXCHANGE_ALGOS, ShardDistribution
 from dist_ckpt.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from dist_ckpt.tensor_aware_state_dict import MCoreTensorAwareStateDict
+from dist_ckpt.tensor_aware_state_dict._ranks import ELSEWHERE
 from dist_ckpt.validation import StrictHandling
 from tests.multiprocess._world import run_ranks
 

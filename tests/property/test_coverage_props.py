@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt._geometry import Box
-from dist_ckpt._integrity import coverage
-from dist_ckpt._integrity.coverage import coverage_problems, overlaps, storage_problems
-from dist_ckpt._planning.describe import ShardInfo
-from dist_ckpt._planning.distribution import assign_writers
+from dist_ckpt._sharding import coverage
+from dist_ckpt._sharding.assign import assign_writers
+from dist_ckpt._sharding.coverage import coverage_problems, overlaps, storage_problems
+from dist_ckpt._sharding.shard_info import ShardInfo
+from dist_ckpt.box import Box
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 

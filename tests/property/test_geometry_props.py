@@ -8,7 +8,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt._geometry import Box, boxes_of_flat_range, split_box
+from dist_ckpt.box import Box, boxes_of_flat_range, split_box
 
 
 @st.composite

@@ -24,11 +24,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dist_ckpt import CorruptedCheckpointError, SaveOptions, ShardedTensor
-from dist_ckpt._engine import commit
-from dist_ckpt._engine.commit import Attempt, attempt_prefix, locate
 from dist_ckpt.manager import CheckpointManager
 from dist_ckpt.recovery import sweep
 from dist_ckpt.retention import AnyOf, CheckpointInfo, KeepBest, KeepLast
+from dist_ckpt.storage import commit
+from dist_ckpt.storage.commit import Attempt, attempt_prefix, locate
 from tests._samples import sample
 
 POLICY = AnyOf(KeepLast(2), KeepBest(1, "loss"))

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt._geometry import Box, boxes_of_flat_range
-from dist_ckpt._integrity.coverage import (
+from dist_ckpt._sharding.coverage import (
     agreement_problems,
     coverage_problems,
     overlaps,
     storage_problems,
 )
-from dist_ckpt._integrity.quick import agreeing_keys, disjoint_keys, storable_keys, tiled_keys
-from dist_ckpt._planning.describe import ShardInfo
-from dist_ckpt._planning.together import JobTable
+from dist_ckpt._sharding.proofs import agreeing_keys, disjoint_keys, storable_keys, tiled_keys
+from dist_ckpt._sharding.shard_info import ShardInfo
+from dist_ckpt._sharding.together import JobTable
+from dist_ckpt.box import Box, boxes_of_flat_range
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.validation import check_sharding, check_storable
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dist_ckpt import ShardedTensor, load, load_plain_tensors, save
 from dist_ckpt._formats import spans
 from dist_ckpt._formats.opening import open_contents
-from dist_ckpt._geometry import Box
+from dist_ckpt.box import Box
 from dist_ckpt.storage import Extent, LocalStore
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.types import Communicator

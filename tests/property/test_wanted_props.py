@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt._geometry import Box
-from dist_ckpt._integrity.match import holes
-from dist_ckpt._planning import overlaps
-from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
-from dist_ckpt._planning.load import byte_runs, plan_reads
-from dist_ckpt._planning.wanted import Wanted, boxes_of, runs_of, whole_tensors
+from dist_ckpt._sharding import overlaps
+from dist_ckpt._sharding.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._sharding.match import holes
+from dist_ckpt._sharding.reads import byte_runs, plan_reads
+from dist_ckpt._sharding.wanted import Wanted, boxes_of, runs_of, whole_tensors
+from dist_ckpt.box import Box
 from tests._samples import sample
 
 Asked = list[tuple[str, Box]]

@@ -27,8 +27,8 @@ from dist_ckpt._formats.zarr.grid import (
 from dist_ckpt._formats.zarr.layout import is_by_rows
 from dist_ckpt._formats.zarr.names import paths_of_keys
 from dist_ckpt._formats.zarr.plan import plan_arrays
-from dist_ckpt._geometry import Box, boxes_of_flat_range
-from dist_ckpt._planning.describe import ShardInfo
+from dist_ckpt._sharding.shard_info import ShardInfo
+from dist_ckpt.box import Box, boxes_of_flat_range
 from dist_ckpt.storage.base import checked_name
 from tests._samples import sample
 from tests.unit._zarr import boxes_of, read_box, save_ranks

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from dist_ckpt._background.orders import FileOrder, Publication, Run, Staged
-from dist_ckpt._engine.commit import Attempt
+from dist_ckpt._saving.publish import Publication
+from dist_ckpt._staging_pool.runs import Run
+from dist_ckpt._worker.orders import FileOrder, Staged
 from dist_ckpt.core import CheckpointingConfig
+from dist_ckpt.storage.commit import Attempt
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Saves and loads through the zarr formats alone, all ranks one after the other.
 
-Here: the steps that ``_remembering.run_remembered`` takes with a format, without documents of others, commit
+Here: the steps that ``_saving.memory.run_remembered`` takes with a format, without documents of others, commit
 or exchanges. Not here: tests.
 """
 
@@ -13,18 +13,18 @@ from pathlib import Path
 import torch
 
 from dist_ckpt import ShardedTensor
-from dist_ckpt._checksums import sum_of_file
 from dist_ckpt._formats.base import Destination, SaveFormat, WriteJob
 from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt._formats.zarr.format import ZarrFormat
 from dist_ckpt._formats.zarr.index import zarr_index_from_json
 from dist_ckpt._formats.zarr.read import read_into
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.index import CheckpointIndex, StoredTensor
-from dist_ckpt._planning.table import local_shards
-from dist_ckpt._planning.together import JobTable
-from dist_ckpt._state import SaveParts
+from dist_ckpt._sharding.index import CheckpointIndex, StoredTensor
+from dist_ckpt._sharding.split import SaveParts
+from dist_ckpt._sharding.table import local_shards
+from dist_ckpt._sharding.together import JobTable
+from dist_ckpt.box import Box
 from dist_ckpt.storage import open_store
+from dist_ckpt.storage.checksums import sum_of_file
 
 THREADS = 2
 

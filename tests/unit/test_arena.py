@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt._engine import available
-from dist_ckpt._engine.arena import Arena
-from dist_ckpt._engine.available import available_nbytes, cgroup_nbytes, meminfo_nbytes
-from dist_ckpt._engine.host_memory import MAKERS, make_file
-from dist_ckpt._engine.pool import StagingPool
+from dist_ckpt._process import available
+from dist_ckpt._process.available import available_nbytes, cgroup_nbytes, meminfo_nbytes
+from dist_ckpt._staging_pool.arena import Arena
+from dist_ckpt._staging_pool.host_memory import MAKERS, make_file
+from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt.errors import StorageError
 from tests.multiprocess._world import run_program
 
@@ -140,7 +140,7 @@ def test_a_process_without_memfd() -> None:
         def refuses(*_):
             raise PermissionError(1, "seccomp")
         os.memfd_create = refuses
-        from dist_ckpt._engine.arena import Arena
+        from dist_ckpt._staging_pool.arena import Arena
         print(Arena(1 << 20).source)
         os.statvfs = lambda path: os.statvfs_result((4096, 4096, 100, 100, 100, 0, 0, 0, 0, 255))
         print(Arena(1 << 20).source)
@@ -186,7 +186,7 @@ def test_a_size_that_is_refused_late(tmp_path: Path) -> None:
     """A limit of file sizes is told as what it is; nothing is left of the attempts."""
     script = """
         import os, resource, signal
-        from dist_ckpt._engine.arena import Arena
+        from dist_ckpt._staging_pool.arena import Arena
         from dist_ckpt.errors import StorageError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         arena = Arena(1 << 16)

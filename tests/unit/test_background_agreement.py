@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt._background import agreement
-from dist_ckpt._background.agreement import CommitPoint, Seat, commit, stand_in
-from dist_ckpt._background.hub import Hub
-from dist_ckpt._background.hub_client import HubClient, HubLostError
 from dist_ckpt._comm.failures import describe_failure
+from dist_ckpt._saving.publish import CommitPoint
+from dist_ckpt._worker import agreement
+from dist_ckpt._worker.agreement import Seat, commit, stand_in
+from dist_ckpt._worker.hub import Hub
+from dist_ckpt._worker.hub_client import HubClient, HubLostError
 from dist_ckpt.errors import (
     AsyncSaveError,
     BarrierTimeoutError,

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from dist_ckpt._background.hub import Hub
-from dist_ckpt._background.hub_client import HubClient, HubLostError
+from dist_ckpt._worker.hub import Hub
+from dist_ckpt._worker.hub_client import HubClient, HubLostError
 
 
 @pytest.fixture

@@ -18,18 +18,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt._background import writing
-from dist_ckpt._background.messages import Abandon, AllStaged, Begin, Freed, StagedRun
-from dist_ckpt._background.orders import AbandonedError, FileOrder, Run
-from dist_ckpt._background.staged import MappedArena, StagedSave
-from dist_ckpt._checksums import sum_of_file
 from dist_ckpt._comm.failures import describe_failure
+from dist_ckpt._staging_pool.runs import Run
+from dist_ckpt._worker import write as writing
+from dist_ckpt._worker.messages import Abandon, AllStaged, Begin, Freed, StagedRun
+from dist_ckpt._worker.orders import AbandonedError, FileOrder
+from dist_ckpt._worker.staged import MappedArena, StagedSave
 from dist_ckpt.errors import (
     BarrierTimeoutError,
     CheckpointingException,
     CoordinationError,
     StorageError,
 )
+from dist_ckpt.storage.checksums import sum_of_file
 from tests.unit._orders import Memory, bytes_of, file_orders, runs_of
 
 

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from dist_ckpt import SaveOptions, ShardedTensor, load_plain_tensors
-from dist_ckpt._engine.commit import Attempt
 from dist_ckpt.background import BackgroundOptions, BackgroundSaver
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError, ConfigError, WorkerDiedError
 from dist_ckpt.events import Committed, Failed, SaveStarted, Staged, Written
+from dist_ckpt.storage.commit import Attempt
 from dist_ckpt.training_state import (
     CheckpointView,
     TrainingState,
@@ -76,7 +76,7 @@ def save(saver: BackgroundSaver, job: Job, path: Path) -> dict[str, torch.Tensor
 @contextlib.contextmanager
 def stage_failing(*, error: BaseException | None = None) -> Iterator[None]:
     failure = error or OSError(12, "boom in staging")
-    with mock.patch("dist_ckpt._handing_over._stage", side_effect=failure):
+    with mock.patch("dist_ckpt._worker.submit._stage", side_effect=failure):
         yield
 
 
@@ -117,7 +117,7 @@ def test_each_save_holds_the_state_at_its_call(
     make: Make, job: Job, tmp_path: Path, worker: Kind, overlap: bool, budget: int | None
 ) -> None:
     """Bit for bit, though training goes on at once; also streamed through little memory."""
-    with mock.patch("dist_ckpt._engine.pool.BLOCK_NBYTES", 4096):
+    with mock.patch("dist_ckpt._staging_pool.pool.BLOCK_NBYTES", 4096):
         saver = make(worker=worker, overlap=overlap, staging_budget=budget)
         expected = {}
         for n in range(4):
@@ -691,7 +691,7 @@ AT_THE_END = """
 import multiprocessing, sys, threading
 from pathlib import Path
 import torch
-from dist_ckpt._engine.transfer import run_jobs
+from dist_ckpt.storage.transfer import run_jobs
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.training_state import TrainingState, save_training_state
 
@@ -825,7 +825,7 @@ def test_zarr_is_written_in_the_background(
     make: Make, job: Job, tmp_path: Path, worker: Kind, budget: int | None
 ) -> None:
     """Bit for bit; what does not fit into the budget is written before the call returns."""
-    with mock.patch("dist_ckpt._engine.pool.BLOCK_NBYTES", 4096):
+    with mock.patch("dist_ckpt._staging_pool.pool.BLOCK_NBYTES", 4096):
         saver = make(worker=worker, staging_budget=budget)
         job.step()
         expected = job.bits()

@@ -15,12 +15,13 @@ from typing import Any, Literal
 
 import pytest
 
-from dist_ckpt._background import link
-from dist_ckpt._background.agreement import CommitPoint
-from dist_ckpt._background.hub_client import HubLostError
-from dist_ckpt._background.orders import FileOrder, Order, Run
-from dist_ckpt._background.worker import Worker, WorkerSave
 from dist_ckpt._formats.manifest import read_manifest
+from dist_ckpt._saving.publish import CommitPoint
+from dist_ckpt._staging_pool.runs import Run
+from dist_ckpt._worker import link
+from dist_ckpt._worker.hub_client import HubLostError
+from dist_ckpt._worker.orders import FileOrder, Order
+from dist_ckpt._worker.worker import Worker, WorkerSave
 from dist_ckpt.errors import (
     AsyncSaveError,
     BarrierTimeoutError,
@@ -127,7 +128,7 @@ def test_a_worker_process_has_no_framework() -> None:
     finally:
         worker.close(30)
 
-    assert "dist_ckpt._publishing" in modules
+    assert "dist_ckpt._saving.publish" in modules
     assert {"torch", "numpy", "tensorstore", "multiprocessing", "pytest"} & set(modules) == set()
 
 

@@ -11,10 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from dist_ckpt._checksums import BLOCK_NBYTES, BlockSums, FileSum, digest, sum_of, sum_of_file
-from dist_ckpt._sealing import parse_document, sealed, unsealed
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import Extent, LocalStore
+from dist_ckpt.storage.checksums import (
+    BLOCK_NBYTES,
+    BlockSums,
+    FileSum,
+    digest,
+    sum_of,
+    sum_of_file,
+)
+from dist_ckpt.storage.sealed import parse_document, sealed, unsealed
 
 SIZES = (0, 1, BLOCK_NBYTES - 1, BLOCK_NBYTES, BLOCK_NBYTES + 1, 3 * BLOCK_NBYTES + 5)
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from dist_ckpt._collector import collector_paused
+from dist_ckpt._process.gc_pause import collector_paused
 
 
 def test_it_waits_inside_and_goes_on_behind() -> None:

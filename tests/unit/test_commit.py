@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt import StorageError
-from dist_ckpt._engine import commit
-from dist_ckpt._engine.commit import Attempt, attempt_prefix, locate, put_back, remove_tree
+from dist_ckpt.storage import commit
+from dist_ckpt.storage.commit import Attempt, attempt_prefix, locate, put_back, remove_tree
 
 
 def filled(attempt: Attempt, text: str) -> Attempt:

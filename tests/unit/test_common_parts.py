@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt._common_parts import digest_of
+from dist_ckpt._saving.common_parts import digest_of
 
 
 class Circle:

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dist_ckpt._engine import copying
-from dist_ckpt._engine.copying import Copier, Copy
+from dist_ckpt._staging_pool import copying
+from dist_ckpt._staging_pool.copying import Copier, Copy
 from dist_ckpt.errors import (
     AsyncSaveError,
     BarrierTimeoutError,
@@ -216,7 +216,7 @@ def test_copies_at_the_end_of_a_script() -> None:
     """Where the interpreter starts no threads any more, the caller's copies."""
     script = """
         import atexit, torch
-        from dist_ckpt._engine.copying import Copier, Copy
+        from dist_ckpt._staging_pool.copying import Copier, Copy
         def last():
             for way in ("run", "start"):
                 target = torch.zeros(1 << 22)

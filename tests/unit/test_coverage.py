@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dist_ckpt._geometry import Box
-from dist_ckpt._integrity.coverage import (
+from dist_ckpt._sharding.coverage import (
     agreement_problems,
     coverage_problems,
     overlaps,
     storage_problems,
 )
-from dist_ckpt._planning.describe import ShardInfo
+from dist_ckpt._sharding.shard_info import ShardInfo
+from dist_ckpt.box import Box
 
 
 def info(offset: tuple[int, ...], shape: tuple[int, ...], size: tuple[int, ...],

@@ -25,10 +25,10 @@ from dist_ckpt._formats.torch_dist.contents import index_documents
 from dist_ckpt._formats.torch_dist.dcp_metadata import NOTE_KEY, NOTE_PATH, encode_metadata
 from dist_ckpt._formats.torch_dist.metadata import decode_metadata
 from dist_ckpt._formats.torch_dist.records import frame_of
-from dist_ckpt._geometry import Box, split_box
-from dist_ckpt._planning.chunks import table_of
-from dist_ckpt._planning.index import StoredChunk, StoredTensor
-from dist_ckpt._planning.packing import pack_index
+from dist_ckpt._sharding.chunks import table_of
+from dist_ckpt._sharding.index import StoredChunk, StoredTensor
+from dist_ckpt._sharding.packing import pack_index
+from dist_ckpt.box import Box, split_box
 from tests._samples import sample
 
 # DCP says so whenever it loads without a process group.

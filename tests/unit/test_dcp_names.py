@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dist_ckpt import load_model_and_optimizer
-from dist_ckpt._dcp_names import Roots, find_roots
+from dist_ckpt._loading.dcp_names import Roots, find_roots
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.training_state import CheckpointView
 

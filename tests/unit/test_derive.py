@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from dist_ckpt._geometry import Box
+from dist_ckpt.box import Box
 from dist_ckpt.derive import (
     Part,
     TensorLayout,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import ShardInfo
-from dist_ckpt._planning.distribution import WriteItem, assign_writers
+from dist_ckpt._sharding.assign import WriteItem, assign_writers
+from dist_ckpt._sharding.shard_info import ShardInfo
+from dist_ckpt.box import Box
 
 MIB = 1 << 20
 

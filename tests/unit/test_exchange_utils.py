@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt import _exchange
-from dist_ckpt._exchange import _batches, _buffer_device, _Item, _Kind, _Link, _Offer, _plan
+from dist_ckpt._comm import tensors as _exchange
+from dist_ckpt._comm.tensors import _batches, _buffer_device, _Item, _Kind, _Link, _Offer, _plan
 from dist_ckpt.errors import CoordinationError, InvalidShardingError, MismatchError
 from dist_ckpt.exchange_utils import (
     EXCHANGE_ALGOS,

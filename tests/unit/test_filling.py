@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dist_ckpt import LoadOptions, ShardedTensor, load, save
-from dist_ckpt._filling import fill_tensors, read_whole
 from dist_ckpt._formats import reading
 from dist_ckpt._formats.opening import open_contents
+from dist_ckpt._loading.fill import fill_tensors, read_whole
 from dist_ckpt.errors import CheckpointNotFoundError, InvalidShardingError, MismatchError
 
 WHOLE = torch.arange(24, dtype=torch.float32).view(4, 6)

@@ -1,10 +1,10 @@
-"""Unit tests of dist_ckpt._geometry."""
+"""Unit tests of dist_ckpt.box."""
 
 from __future__ import annotations
 
 import pytest
 
-from dist_ckpt._geometry import Box, boxes_of_flat_range, split_box
+from dist_ckpt.box import Box, boxes_of_flat_range, split_box
 
 
 def test_a_box_knows_its_extent() -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt import CheckpointNotFoundError, StorageError
-from dist_ckpt._engine import leftovers, owners
-from dist_ckpt._engine.commit import Attempt, attempt_prefix, remove_tree
-from dist_ckpt._engine.leftovers import move_aside, sweep_leftovers
-from dist_ckpt._engine.owners import Owner, forget_owner, owner_of, record_of, record_owner
+from dist_ckpt.storage import leftovers, owners
+from dist_ckpt.storage.commit import Attempt, attempt_prefix, remove_tree
+from dist_ckpt.storage.leftovers import move_aside, sweep_leftovers
+from dist_ckpt.storage.owners import Owner, forget_owner, owner_of, record_of, record_owner
 from tests.multiprocess._world import run_program
 
 DAY = 86400.0
@@ -28,7 +28,7 @@ LONG_AGO = time.time() - 2 * DAY
 
 def dead_process() -> tuple[int, str]:
     """Return number and start of a process that has ended and been waited for."""
-    code = "import dist_ckpt._engine.owners as o, os; print(os.getpid(), o.Owner.here().start)"
+    code = "import dist_ckpt.storage.owners as o, os; print(os.getpid(), o.Owner.here().start)"
     done = run_program(code)
     pid, start = done.stdout.split()
     return int(pid), start

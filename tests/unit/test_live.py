@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dist_ckpt._live import (
+from dist_ckpt._saving.describe_live import (
     Live,
     LiveDescriptions,
     LiveObjects,

@@ -22,17 +22,17 @@ from dist_ckpt import (
     SaveOptions,
     ShardedTensor,
     StorageError,
-    _pruning,
 )
-from dist_ckpt._engine import commit
-from dist_ckpt._sealing import sealed
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.errors import AsyncSaveError
 from dist_ckpt.events import Event, Pruned, SetAside, Skipped
 from dist_ckpt.manager import CheckpointManager
+from dist_ckpt.manager import _steps as _pruning
 from dist_ckpt.options import BackgroundOptions
 from dist_ckpt.recovery import sweep
 from dist_ckpt.retention import AnyOf, CheckpointInfo, KeepBest, KeepEvery, KeepLast
+from dist_ckpt.storage import commit
+from dist_ckpt.storage.sealed import sealed
 from dist_ckpt.testing.world import ThreadWorld
 from dist_ckpt.training_state import TrainingState, is_checkpoint
 from tests._peaks import Peak
@@ -343,7 +343,7 @@ def test_a_failed_background_save_removes_nothing(tmp_path: Path, saver: Any) ->
     saver.drain()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dist_ckpt._publishing.write_documents", fails)
+        patch.setattr("dist_ckpt._saving.publish.write_documents", fails)
         manager.save(2, state(2.0))
         with pytest.raises(AsyncSaveError, match="no space"):
             saver.drain()
@@ -553,7 +553,7 @@ def test_the_folder_is_swept_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     old = tmp_path / ".dist-ckpt-0123456789-0123456789ab.attempt"
     old.mkdir()
     record = old.with_suffix(".owner")
-    from dist_ckpt._engine.owners import record_owner
+    from dist_ckpt.storage.owners import record_owner
 
     record_owner(old)
     text = record.read_text().replace(f'"pid": {os.getpid()}', '"pid": 4194305')

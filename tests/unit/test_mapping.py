@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dist_ckpt import mapping
-from dist_ckpt._geometry import Box
+from dist_ckpt.box import Box
 from dist_ckpt.dict_utils import ListPart
 from dist_ckpt.errors import CheckpointingException, InvalidShardingError
 from dist_ckpt.mapping import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from dist_ckpt import ShardedTensor
-from dist_ckpt._geometry import Box
-from dist_ckpt._integrity.match import content_problems, describe_unexpected, holes, wanted_box
-from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._sharding.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._sharding.match import content_problems, describe_unexpected, holes, wanted_box
+from dist_ckpt.box import Box
 
 
 def stored(*rows: tuple[int, int]) -> StoredTensor:

@@ -29,8 +29,8 @@ from dist_ckpt import (
     load_sharded_metadata,
 )
 from dist_ckpt._formats.torch_dist.mcore import is_common_state, is_object_key, unfold_flattened
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.index import StoredChunk
+from dist_ckpt._sharding.index import StoredChunk
+from dist_ckpt.box import Box
 
 FILE = "__0_0.distcp"
 KEY = "optimizer.exp_avg.w"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dist_ckpt import load_model_and_optimizer, save_model_and_optimizer
-from dist_ckpt._names import Prefixes, find_prefixes
+from dist_ckpt._loading.names import Prefixes, find_prefixes
 
 
 class Outer(nn.Module):

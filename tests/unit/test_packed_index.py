@@ -28,12 +28,12 @@ from dist_ckpt import (
     save,
 )
 from dist_ckpt._formats.opening import open_contents
-from dist_ckpt._geometry import Box, split_box
-from dist_ckpt._integrity.packed import check_packed
-from dist_ckpt._planning.chunks import ChunkRows, ChunkTable, table_of
-from dist_ckpt._planning.index import StoredChunk, StoredTensor
-from dist_ckpt._planning.packed import Directory, PackedTensors
-from dist_ckpt._planning.packing import pack_index
+from dist_ckpt._sharding.chunks import ChunkRows, ChunkTable, table_of
+from dist_ckpt._sharding.index import StoredChunk, StoredTensor
+from dist_ckpt._sharding.packed import Directory, PackedTensors
+from dist_ckpt._sharding.packed_check import check_packed
+from dist_ckpt._sharding.packing import pack_index
+from dist_ckpt.box import Box, split_box
 from dist_ckpt.errors import UnknownStrategyError
 from tests._forge import Index, Row, Tensor, forged, parsed
 from tests._reseal import edit_index, reseal, with_json_index
@@ -345,7 +345,7 @@ def test_keys_are_compared_however_many_are_looked_at_at_a_time(
     monkeypatch: pytest.MonkeyPatch, at_a_time: int
 ) -> None:
     """Equal neighbours, and neighbours in another order, within a batch and across its end."""
-    monkeypatch.setattr("dist_ckpt._integrity.packed._MANY_KEYS", at_a_time)
+    monkeypatch.setattr("dist_ckpt._sharding.packed_check._MANY_KEYS", at_a_time)
     check_packed(forged(honest()), where="i", sizes=SIZES)
     for number, keys in itertools.product((1, 2), ("the same", "the other way round")):
         index = honest()
@@ -542,7 +542,7 @@ def test_columns_of_a_tensor() -> None:
 
 def test_an_index_that_nobody_would_read_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The save fails, and not every load of it."""
-    monkeypatch.setattr("dist_ckpt._planning.packing._MAX_NBYTES", 200)
+    monkeypatch.setattr("dist_ckpt._sharding.packing._MAX_NBYTES", 200)
 
     with pytest.raises(StorageError, match="index of 0 chunks would have"):
         pack_index(table_of({"x" * 100: StoredTensor("int8", (0,), ())}))

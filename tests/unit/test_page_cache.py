@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from dist_ckpt import SaveOptions, ShardedTensor, save
-from dist_ckpt._engine import page_cache
-from dist_ckpt._engine.page_cache import PagePolicy, num_writers_by_rank, should_keep
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.manager import CheckpointManager
 from dist_ckpt.options import BackgroundOptions, PageCache
 from dist_ckpt.retention import KeepLast
-from dist_ckpt.storage import local
+from dist_ckpt.storage import local, page_cache
+from dist_ckpt.storage.page_cache import PagePolicy, num_writers_by_rank, should_keep
 from dist_ckpt.training_state import TrainingState, save_training_state
 
 MIB = 1 << 20

@@ -16,8 +16,8 @@ from dist_ckpt import CorruptedCheckpointError, StorageError
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.torch_dist.payload import Record, find_payload
 from dist_ckpt._formats.torch_dist.read import read_into
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._sharding.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt.box import Box
 from dist_ckpt.storage import Extent, LocalStore
 
 BEFORE = b"x" * 77

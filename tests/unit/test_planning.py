@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dist_ckpt import CorruptedCheckpointError, InvalidShardingError, ShardedTensor
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import dtype_from_name, dtype_name
-from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
-from dist_ckpt._planning.load import byte_runs, plan_reads
-from dist_ckpt._planning.table import local_shards
-from dist_ckpt._sealing import sealed
+from dist_ckpt._sharding.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._sharding.reads import byte_runs, plan_reads
+from dist_ckpt._sharding.shard_info import dtype_from_name, dtype_name
+from dist_ckpt._sharding.table import local_shards
+from dist_ckpt.box import Box
+from dist_ckpt.storage.sealed import sealed
 
 CHUNK = StoredChunk(Box((2, 0), (4, 6)), "__0_0.distcp", 100, 96)
 INDEX = CheckpointIndex({"x": StoredTensor("float32", (8, 6), (CHUNK,))})

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dist_ckpt._formats.torch_dist.records import Frames, frame_of
-from dist_ckpt._planning.describe import dtype_name
+from dist_ckpt._sharding.shard_info import dtype_name
 
 DTYPES = [
     torch.float32,

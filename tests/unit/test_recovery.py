@@ -22,12 +22,10 @@ from dist_ckpt import (
     ShardedTensor,
     StorageError,
     UnsafeContentError,
-    _searching,
     load,
     save,
 )
-from dist_ckpt._engine import commit, leftovers
-from dist_ckpt._engine.commit import Attempt, attempt_prefix
+from dist_ckpt._loading import search as _searching
 from dist_ckpt.errors import UnknownStrategyError
 from dist_ckpt.events import Event, LoggingSink, SetAside, Skipped
 from dist_ckpt.recovery import (
@@ -39,6 +37,8 @@ from dist_ckpt.recovery import (
     sweep,
     verify_checkpoint,
 )
+from dist_ckpt.storage import commit, leftovers
+from dist_ckpt.storage.commit import Attempt, attempt_prefix
 from dist_ckpt.storage.local import LocalStore
 from dist_ckpt.testing.world import ThreadWorld
 

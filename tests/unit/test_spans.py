@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt._checksums import BLOCK_NBYTES, sum_of
 from dist_ckpt._formats.spans import READ_NBYTES, Spans, Windows
 from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError
 from dist_ckpt.storage import Extent, LocalStore
+from dist_ckpt.storage.checksums import BLOCK_NBYTES, sum_of
 from tests._samples import sample
 
 NBYTES = 3 * READ_NBYTES + 12_345

@@ -25,8 +25,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from dist_ckpt._engine.host_memory import MAKERS
-from dist_ckpt._engine.pool import BLOCK_NBYTES, Lease, StagingPool
+from dist_ckpt._staging_pool.host_memory import MAKERS
+from dist_ckpt._staging_pool.pool import BLOCK_NBYTES, Lease, StagingPool
 from dist_ckpt.errors import BarrierTimeoutError, ConfigError, StorageError
 from tests._samples import sample
 

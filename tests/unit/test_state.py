@@ -17,7 +17,7 @@ from dist_ckpt import (
     ShardedTensor,
     ShardedTensorFactory,
 )
-from dist_ckpt._state import merge_after_load, split_for_load, split_for_save
+from dist_ckpt._sharding.split import merge_after_load, split_for_load, split_for_save
 from dist_ckpt.mapping import ShardedBase
 
 HOLE = {"__sharded__": True}

@@ -826,7 +826,8 @@ def test_threads_of_a_strategy_stand_before_those_of_the_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A strategy object has a number of its own; a tuple has none."""
-    from dist_ckpt import SaveOptions, _filling
+    from dist_ckpt import SaveOptions
+    from dist_ckpt._loading import fill as _filling
     from dist_ckpt._formats.torch_dist import write as torch_dist
 
     told: list[int] = []

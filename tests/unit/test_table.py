@@ -7,10 +7,10 @@ import pickle
 import pytest
 import torch
 
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import ShardInfo
-from dist_ckpt._planning.table import LocalShards, ShardTable, local_shards
-from dist_ckpt._planning.together import JobTable
+from dist_ckpt._sharding.shard_info import ShardInfo
+from dist_ckpt._sharding.table import LocalShards, ShardTable, local_shards
+from dist_ckpt._sharding.together import JobTable
+from dist_ckpt.box import Box
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.mapping import ShardedTensor
 

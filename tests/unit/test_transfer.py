@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dist_ckpt._engine.transfer import Cancelled, run_jobs
+from dist_ckpt.storage.transfer import Cancelled, run_jobs
 
 
 @pytest.mark.parametrize("threads", [1, 3])

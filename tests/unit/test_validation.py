@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from dist_ckpt import InvalidShardingError, MismatchError, ShardedObject
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import ShardInfo
+from dist_ckpt._sharding.shard_info import ShardInfo
+from dist_ckpt.box import Box
 from dist_ckpt.validation import (
     StrictHandling,
     StrictPolicy,

@@ -21,11 +21,11 @@ from dist_ckpt import (
     load_plain_tensors,
     save,
 )
-from dist_ckpt._checksums import BLOCK_NBYTES, sum_of
 from dist_ckpt._formats.manifest import read_manifest
 from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.storage import Extent, LocalStore
+from dist_ckpt.storage.checksums import BLOCK_NBYTES, sum_of
 from dist_ckpt.testing import RankErrors, ThreadWorld
 
 BACKENDS = pytest.mark.parametrize("backend", ["torch_dist", "zarr"])

@@ -9,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_ckpt._checksums import BLOCK_NBYTES, FileSum, sum_of
 from dist_ckpt._formats.torch_dist import runs as module
 from dist_ckpt._formats.torch_dist.runs import Memory, read_runs
 from dist_ckpt._formats.verification import VerifiedStore
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.chunks import table_of
-from dist_ckpt._planning.columns import Stored, stored_columns
-from dist_ckpt._planning.index import StoredChunk, StoredTensor
-from dist_ckpt._planning.overlaps import clipped
-from dist_ckpt._planning.packed import Directory, PackedTensors
-from dist_ckpt._planning.packing import pack_index
-from dist_ckpt._planning.wanted import Runs, boxes_of, runs_of, whole_tensors
+from dist_ckpt._sharding.chunks import table_of
+from dist_ckpt._sharding.columns import Stored, stored_columns
+from dist_ckpt._sharding.index import StoredChunk, StoredTensor
+from dist_ckpt._sharding.overlaps import clipped
+from dist_ckpt._sharding.packed import Directory, PackedTensors
+from dist_ckpt._sharding.packing import pack_index
+from dist_ckpt._sharding.wanted import Runs, boxes_of, runs_of, whole_tensors
+from dist_ckpt.box import Box
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
+from dist_ckpt.storage.checksums import BLOCK_NBYTES, FileSum, sum_of
 
 HUGE = 1 << 33
 
@@ -84,7 +84,7 @@ def test_packed_and_plain_indexes_have_the_same_columns(
     keys: list[str], dense: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the order that was asked for, whether keys are searched for or looked up."""
-    monkeypatch.setattr("dist_ckpt._planning.columns._DENSE", dense)
+    monkeypatch.setattr("dist_ckpt._sharding.columns._DENSE", dense)
     packed = PackedTensors(Bytes(pack_index(table_of(TENSORS))))
 
     assert told(stored_columns(packed, keys)) == told(stored_columns(TENSORS, keys))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt._checksums import sum_of
 from dist_ckpt.errors import StorageError
 from dist_ckpt.storage import Extent, LocalStore, _writeback, local
+from dist_ckpt.storage.checksums import sum_of
 
 RUN = 1 << 18
 DATA = bytes(range(256)) * 1024 * 24  # 24 runs

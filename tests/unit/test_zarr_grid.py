@@ -15,7 +15,7 @@ from dist_ckpt._formats.zarr.grid import (
     split_on_grid,
     whole_cells,
 )
-from dist_ckpt._geometry import Box, boxes_of_flat_range
+from dist_ckpt.box import Box, boxes_of_flat_range
 
 MIB = 1 << 20
 

@@ -10,9 +10,9 @@ import pytest
 
 from dist_ckpt import ShardedTensor
 from dist_ckpt._formats.zarr.index import zarr_index_from_json, zarr_index_without
-from dist_ckpt._geometry import Box
-from dist_ckpt._sealing import sealed
+from dist_ckpt.box import Box
 from dist_ckpt.errors import CorruptedCheckpointError
+from dist_ckpt.storage.sealed import sealed
 from tests._reseal import read_sealed
 from tests.unit._zarr import files_of, save_ranks, values
 

@@ -15,7 +15,7 @@ import torch
 from dist_ckpt import ShardedTensor
 from dist_ckpt._formats.zarr.index import zarr_index_from_json
 from dist_ckpt._formats.zarr.scan import scan_arrays
-from dist_ckpt._geometry import Box, boxes_of_flat_range
+from dist_ckpt.box import Box, boxes_of_flat_range
 from tests.unit._zarr import boxes_of, files_of, read_box, read_whole, save_ranks, values
 
 zarr = pytest.importorskip("zarr")

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from dist_ckpt import ShardedTensor
-from dist_ckpt._checksums import BLOCK_NBYTES, FileSum, sum_of_file
 from dist_ckpt._formats.reading import Destination, Target, read_wanted
 from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt._formats.zarr.known import read_known
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.index import CheckpointIndex
-from dist_ckpt._planning.wanted import Wanted, boxes_of
+from dist_ckpt._sharding.index import CheckpointIndex
+from dist_ckpt._sharding.wanted import Wanted, boxes_of
+from dist_ckpt.box import Box
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import Extent, open_store
+from dist_ckpt.storage.checksums import BLOCK_NBYTES, FileSum, sum_of_file
 from tests.unit._zarr import files_of, save_ranks, values
 
 BOTH = pytest.mark.parametrize("version", [1, 2], ids=["zarr2", "zarr3"])

@@ -12,7 +12,7 @@ import torch
 from dist_ckpt import ShardedTensor
 from dist_ckpt._formats.zarr.arrays import tensorstore
 from dist_ckpt._formats.zarr.layout import crc32c, is_by_rows, shard_index, stored_extents
-from dist_ckpt._geometry import Box
+from dist_ckpt.box import Box
 from tests.unit._zarr import boxes_of, files_of, read_box, read_whole, save_ranks, values
 
 

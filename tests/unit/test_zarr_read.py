@@ -14,8 +14,8 @@ from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt._formats.zarr.read import read_into
 from dist_ckpt._formats.zarr.scan import scan_arrays
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.index import CheckpointIndex
+from dist_ckpt._sharding.index import CheckpointIndex
+from dist_ckpt.box import Box
 from dist_ckpt.errors import CorruptedCheckpointError, MismatchError, StorageError
 from dist_ckpt.storage import open_store
 from tests.unit._zarr import boxes_of, files_of, read_box, read_whole, save_ranks, values

@@ -14,7 +14,7 @@ import torch
 
 from dist_ckpt import ShardedObject, ShardedTensor, load, save
 from dist_ckpt._formats.zarr.metadata import array_dtype
-from dist_ckpt._geometry import Box, boxes_of_flat_range
+from dist_ckpt.box import Box, boxes_of_flat_range
 from dist_ckpt.errors import StorageError, UnknownStrategyError
 from tests.unit._zarr import boxes_of, files_of, read_box, read_whole, save_ranks, values
 

@@ -1,7 +1,7 @@
 """The one door to other ranks: exception-robust exchanges that name who failed or is missing.
 
 Here: communicators and the choice of one. Not here: what is exchanged (``validation``,
-``_planning``, ``_engine.commit``). Called on all ranks alike, from the thread that saves or loads.
+``_sharding``, ``storage.commit``). Called on all ranks alike, from the thread that saves or loads.
 
 Imported on first use: ``_comm.failures`` serves processes that never import torch, too.
 """

@@ -1,7 +1,7 @@
 """What a format does in a save and a load: the port between their ways and what lies on disk.
 
 Here: the protocol and the batons. Not here: formats (one package each beside this), the steps of a
-save (``_saving``), committing (``_engine.commit``).
+save (``_saving.execute``), committing (``storage.commit``).
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dist_ckpt._engine.page_cache import PagePolicy
+from dist_ckpt.storage.page_cache import PagePolicy
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from dist_ckpt._checksums import FileSum
-    from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.describe import ShardInfo
-    from dist_ckpt._planning.index import StoredChunk, StoredTensor
-    from dist_ckpt._planning.table import LocalShards
-    from dist_ckpt._planning.together import JobTable
-    from dist_ckpt._state import SaveParts
+    from dist_ckpt._sharding.index import StoredChunk, StoredTensor
+    from dist_ckpt._sharding.shard_info import ShardInfo
+    from dist_ckpt._sharding.split import SaveParts
+    from dist_ckpt._sharding.table import LocalShards
+    from dist_ckpt._sharding.together import JobTable
+    from dist_ckpt.box import Box
+    from dist_ckpt.storage.checksums import FileSum
 
 __all__ = ["Destination", "SaveFormat", "SavePlan", "WriteJob", "WriteResult", "Written"]
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from dist_ckpt._checksums import FileSum
-    from dist_ckpt._planning.index import CheckpointIndex, StoredBytes
+    from dist_ckpt._sharding.index import CheckpointIndex, StoredBytes
+    from dist_ckpt.storage.checksums import FileSum
 
 __all__ = [
     "COMMON_FILE",

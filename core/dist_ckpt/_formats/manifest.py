@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._checksums import ALGORITHM, BLOCK_NBYTES, FileSum, sum_of
-from dist_ckpt._sealing import has_seal, sealed, unsealed
 from dist_ckpt.core import CONFIG_FNAME
 from dist_ckpt.errors import (
     CheckpointNotFoundError,
@@ -23,7 +21,9 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
+from dist_ckpt.storage.checksums import ALGORITHM, BLOCK_NBYTES, FileSum, sum_of
 from dist_ckpt.storage.local import is_directory
+from dist_ckpt.storage.sealed import has_seal, sealed, unsealed
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dist_ckpt._formats.torch_dist.mcore import checked_shape
-from dist_ckpt._planning.index import StoredBytes
+from dist_ckpt._sharding.index import StoredBytes
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage.local import storage_errors
 from dist_ckpt.validation import shortened

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dist_ckpt._codec import Encoded, decode, encode, iter_pickled
-from dist_ckpt._planning.table import local_shards
-from dist_ckpt._sealing import parse_document
+from dist_ckpt._sharding.table import local_shards
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.mapping import ShardedTensor, is_main_replica
+from dist_ckpt.storage.sealed import parse_document
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dist_ckpt._planning.table import LocalShards
+    from dist_ckpt._sharding.table import LocalShards
     from dist_ckpt.mapping import ShardedObject
     from dist_ckpt.types import StateDict
 

@@ -25,8 +25,8 @@ from dist_ckpt._formats.documents import (
 from dist_ckpt._formats.manifest import ManifestFiles
 from dist_ckpt._formats.torch_dist.contents import open_foreign, read_index
 from dist_ckpt._formats.verification import VerifiedStore, check_data, check_files
-from dist_ckpt._integrity.coverage import overlaps
-from dist_ckpt._planning.index import CheckpointIndex
+from dist_ckpt._sharding.coverage import overlaps
+from dist_ckpt._sharding.index import CheckpointIndex
 from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
 from dist_ckpt.errors import (
     CheckpointingException,

@@ -15,7 +15,7 @@ from dist_ckpt._formats.torch_dist.read import Destination
 from dist_ckpt._formats.torch_dist.read import read_into as read_from_files
 from dist_ckpt._formats.torch_dist.runs import Memory, read_runs
 from dist_ckpt._formats.verification import VerifiedStore
-from dist_ckpt._planning.wanted import runs_of
+from dist_ckpt._sharding.wanted import runs_of
 from dist_ckpt.storage import open_store
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from dist_ckpt._checksums import FileSum
-    from dist_ckpt._planning.index import CheckpointIndex
-    from dist_ckpt._planning.wanted import Wanted
+    from dist_ckpt._sharding.index import CheckpointIndex
+    from dist_ckpt._sharding.wanted import Wanted
+    from dist_ckpt.storage.checksums import FileSum
 
 __all__ = ["Destination", "Target", "read_wanted"]
 

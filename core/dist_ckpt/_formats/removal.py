@@ -1,7 +1,7 @@
 """Tensors taken out of a checkpoint that is already there.
 
 Here: a checkpoint without some of its tensors, made of links and published in one step. Not here:
-whole checkpoints (``_engine.commit.remove_tree``). Runs in one process.
+whole checkpoints (``storage.commit.remove_tree``). Runs in one process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from dist_ckpt._engine.commit import Attempt
 from dist_ckpt._formats.documents import (
     INDEX_FILE,
     MANIFEST_FILE,
@@ -26,19 +25,20 @@ from dist_ckpt._formats.documents import (
 from dist_ckpt._formats.opening import open_contents
 from dist_ckpt._formats.torch_dist.contents import index_documents
 from dist_ckpt._formats.verification import VerifiedStore
-from dist_ckpt._planning.chunks import table_of
-from dist_ckpt._planning.index import CheckpointIndex
+from dist_ckpt._sharding.chunks import table_of
+from dist_ckpt._sharding.index import CheckpointIndex
 from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
 from dist_ckpt.errors import CheckpointNotFoundError
 from dist_ckpt.storage import open_store
+from dist_ckpt.storage.commit import Attempt
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from dist_ckpt._checksums import FileSum
     from dist_ckpt._formats.documents import CheckpointContents
+    from dist_ckpt.storage.checksums import FileSum
 
 __all__ = ["remove_tensors"]
 

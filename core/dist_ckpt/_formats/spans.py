@@ -1,7 +1,7 @@
 """Many pieces of a file into memory, compared with checksums on the way.
 
 Here: how pieces of any size become few reads: whole blocks straight to where they belong, all else
-through a window of the file. Not here: which pieces (``_planning``), which files have checksums
+through a window of the file. Not here: which pieces (``_sharding``), which files have checksums
 (``_formats.verification``). Runs in transfer threads; a window is one thread's at a time.
 """
 
@@ -13,8 +13,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt._checksums import BLOCK_NBYTES, FileSum, digest
 from dist_ckpt.errors import CorruptedCheckpointError
+from dist_ckpt.storage.checksums import BLOCK_NBYTES, FileSum, digest
 
 __all__ = ["READ_NBYTES", "Source", "Spans", "Windows", "problem_of"]
 

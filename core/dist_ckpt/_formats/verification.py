@@ -1,8 +1,8 @@
 """Files of a checkpoint compared with the checksums in its manifest.
 
 Here: a store that compares what it reads, and whole files looked through. Not here: the sums
-themselves (``_checksums``), the manifest, who decides what is compared (``_loading``). Runs on
-every rank, from transfer threads.
+themselves (``storage.checksums``), the manifest, who decides what is compared
+(``_loading.execute``). Runs on every rank, from transfer threads.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from ctypes import addressof, c_char
 from heapq import heapreplace
 from typing import TYPE_CHECKING
 
-from dist_ckpt._checksums import BLOCK_NBYTES, FileSum, digest
-from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.spans import READ_NBYTES, Source, Spans, Windows, problem_of
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError
 from dist_ckpt.storage import Extent, held, open_store
+from dist_ckpt.storage.checksums import BLOCK_NBYTES, FileSum, digest
+from dist_ckpt.storage.transfer import run_jobs
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from dist_ckpt._geometry import Box
+from dist_ckpt.box import Box
 from dist_ckpt.derive.layout import Part, TensorLayout
 from dist_ckpt.types import Writer
 

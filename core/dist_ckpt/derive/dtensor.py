@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,  # no public name yet; FSDP2 + TP places parameters by it
 )
 
-from dist_ckpt._geometry import Box
+from dist_ckpt.box import Box
 from dist_ckpt.derive.ddp import current_rank
 from dist_ckpt.derive.layout import Part, TensorLayout
 from dist_ckpt.errors import InvalidShardingError

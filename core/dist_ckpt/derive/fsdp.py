@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from dist_ckpt._geometry import Box, boxes_of_flat_range
+from dist_ckpt.box import Box, boxes_of_flat_range
 from dist_ckpt.derive.ddp import current_rank, replicated_layout
 from dist_ckpt.derive.layout import Part, TensorLayout
 from dist_ckpt.errors import InvalidShardingError

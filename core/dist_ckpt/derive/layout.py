@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from dist_ckpt._geometry import Box
+from dist_ckpt.box import Box
 from dist_ckpt.errors import InvalidShardingError
 from dist_ckpt.mapping import ShardedTensor
 from dist_ckpt.types import ReplicaId, Writer

@@ -1,8 +1,8 @@
 """The semantics of ``model.load_state_dict()``: hooks, versions, missing and unexpected names.
 
 Here: ``plan_load``, the request for a checkpoint, and passing the result to the modules. Not here:
-reading (``dist_ckpt._loading``), what a save stores (``derive.protocol``). On every rank, locally:
-no communication, except by modules' own hooks.
+reading (``dist_ckpt._loading.execute``), what a save stores (``derive.protocol``). On every rank,
+locally: no communication, except by modules' own hooks.
 
 Three kinds of modules:
 

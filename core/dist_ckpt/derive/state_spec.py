@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from dist_ckpt._geometry import Box
+from dist_ckpt.box import Box
 from dist_ckpt.derive.ddp import current_rank
 from dist_ckpt.derive.layout import Part, TensorLayout
 from dist_ckpt.errors import InvalidShardingError

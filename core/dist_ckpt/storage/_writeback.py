@@ -1,7 +1,7 @@
 """Early writeback of a file that is being written, and dropping its pages once they are on disk.
 
 Here: ``Writeback``, which a writer calls for each run of bytes, and ``drop_pages``. Not here:
-writing (``local``), whether pages are dropped (``_engine.page_cache``). Any thread, one at a time
+writing (``local``), whether pages are dropped (``storage.page_cache``). Any thread, one at a time
 for each file; no torch.
 
 The disk starts with the first run of bytes, so that fsync finds little left to do, and the number

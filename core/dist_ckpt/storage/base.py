@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
 
-    from dist_ckpt._checksums import FileSum
+    from dist_ckpt.storage.checksums import FileSum
 
 __all__ = ["Extent", "FileWriter", "Store", "checked_name", "held"]
 

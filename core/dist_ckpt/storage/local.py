@@ -2,7 +2,7 @@
 
 Here: reading and writing at planned offsets, checksums on the way, fsync; the only module that
 opens data files, so a faster way to the disk replaces just this one. Not here: commit by rename
-(``_engine.commit``). Called from transfer threads on every rank; rank 0 also writes the small
+(``storage.commit``). Called from transfer threads on every rank; rank 0 also writes the small
 documents. No torch: the process that writes in the background uses it too.
 
 Below the root no link is followed, and only regular files are opened: a checkpoint from elsewhere
@@ -19,7 +19,6 @@ import uuid
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from dist_ckpt._checksums import BLOCK_NBYTES, BlockSums, FileSum, read_at
 from dist_ckpt.errors import (
     CheckpointingException,
     CheckpointNotFoundError,
@@ -28,6 +27,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.storage._writeback import Writeback, drop_pages
 from dist_ckpt.storage.base import checked_name
+from dist_ckpt.storage.checksums import BLOCK_NBYTES, BlockSums, FileSum, read_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

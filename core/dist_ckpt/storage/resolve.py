@@ -27,7 +27,7 @@ def open_store(directory: Path, *, keeps_pages: bool = False) -> Store:
 
     Args:
         directory: Where they are.
-        keeps_pages: Whether what is written stays in the page cache, see ``_engine.page_cache``.
+        keeps_pages: Whether what is written stays in the page cache, see ``storage.page_cache``.
     """
     store: Store = LocalStore(directory, keeps_pages=keeps_pages)
     for wrap in _wrappers:

@@ -1,7 +1,7 @@
 """Strategies of the common part, and of sharded objects where the other strategy leaves them out.
 
 Here: typed JSON, ours, and ``common.pt``, Megatron-Core's. Not here: the common part of torch_dist
-and zarr as we save them: it goes the same way as the tensors (``_saving``).
+and zarr as we save them: it goes the same way as the tensors (``_saving.execute``).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dist_ckpt._comm import default_communicator, group_communicator
-from dist_ckpt._engine.memory import converted, copy_converted
-from dist_ckpt._exchange import can_be_filled, exchange_tensors
+from dist_ckpt._comm.tensors import can_be_filled, exchange_tensors
+from dist_ckpt._staging_pool.memory import converted, copy_converted
 from dist_ckpt.dict_utils import dict_list_map_outplace, nested_values
 from dist_ckpt.errors import ConfigError, MismatchError
 from dist_ckpt.exchange_utils import (

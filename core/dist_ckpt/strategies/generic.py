@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt._engine.memory import converted, copy_converted
-from dist_ckpt._exchange import can_be_filled
+from dist_ckpt._comm.tensors import can_be_filled
 from dist_ckpt._formats.base import SavePlan, Written
-from dist_ckpt._loading import Source
-from dist_ckpt._planning.distribution import writers_of_boxes
-from dist_ckpt._planning.table import local_shards
+from dist_ckpt._loading.execute import Source
+from dist_ckpt._sharding.assign import writers_of_boxes
+from dist_ckpt._sharding.table import local_shards
+from dist_ckpt._staging_pool.memory import converted, copy_converted
 from dist_ckpt.errors import ConfigError, CorruptedCheckpointError, MismatchError
 from dist_ckpt.strategies.async_utils import AsyncRequest, staged_args
 from dist_ckpt.strategies.base import AsyncSaveShardedStrategy, handles_objects
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._formats.base import WriteJob, WriteResult
-    from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.index import StoredTensor
-    from dist_ckpt._planning.together import JobTable
-    from dist_ckpt._saving import PendingSave
-    from dist_ckpt._state import SaveParts
+    from dist_ckpt._saving.execute import PendingSave
+    from dist_ckpt._sharding.index import StoredTensor
+    from dist_ckpt._sharding.split import SaveParts
+    from dist_ckpt._sharding.together import JobTable
+    from dist_ckpt.box import Box
     from dist_ckpt.mapping import ShardedObject, ShardedTensor
     from dist_ckpt.strategies.base import (
         LoadCommonStrategy,

@@ -1,7 +1,7 @@
 """Strategies of our own formats.
 
 Here: what the strategies of torch_dist and zarr share: all they do is to choose a format and call
-the steps of a save or load. Not here: the steps (``_saving``, ``_loading``).
+the steps of a save or load. Not here: the steps (``_saving.execute``, ``_loading.execute``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from dist_ckpt._comm import default_communicator
 from dist_ckpt._formats.opening import open_sharded
 from dist_ckpt._formats.removal import remove_tensors
-from dist_ckpt._loading import LoadRequest, Source, run_load, stored_keys
-from dist_ckpt._saving import PendingSave, SaveRequest, begin_sharded
+from dist_ckpt._loading.execute import LoadRequest, Source, run_load, stored_keys
+from dist_ckpt._saving.execute import PendingSave, SaveRequest, begin_sharded
 from dist_ckpt.errors import UnknownStrategyError
 from dist_ckpt.mapping import ShardedTensor
 from dist_ckpt.options import LoadOptions, SaveOptions

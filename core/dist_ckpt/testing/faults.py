@@ -23,17 +23,17 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._checksums import sum_of
 from dist_ckpt.storage.base import Extent
+from dist_ckpt.storage.checksums import sum_of
 from dist_ckpt.storage.resolve import wrapped_stores
 from dist_ckpt.testing._fault_plan import READS, WRITES, Call, FaultPlan, Mode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from dist_ckpt._checksums import FileSum
     from dist_ckpt.events import Event
     from dist_ckpt.storage import FileWriter, Store
+    from dist_ckpt.storage.checksums import FileSum
 
 __all__ = [
     "READS",

@@ -23,9 +23,9 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._checksums import BLOCK_NBYTES, FileSum, sum_of
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, StorageError
 from dist_ckpt.storage.base import Extent, checked_name, held
+from dist_ckpt.storage.checksums import BLOCK_NBYTES, FileSum, sum_of
 from dist_ckpt.testing._matrix import require
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from dist_ckpt import SaveOptions, ShardedObject, ShardedTensor, save
-from dist_ckpt._checksums import ALGORITHM, BLOCK_NBYTES, digest, sum_of_file
 from dist_ckpt._formats.manifest import _entry
 from dist_ckpt._formats.opening import open_contents
-from dist_ckpt._planning.index import CheckpointIndex
+from dist_ckpt._sharding.index import CheckpointIndex
+from dist_ckpt.storage.checksums import ALGORITHM, BLOCK_NBYTES, digest, sum_of_file
 from tests._forge import Index, Row, Tensor, forged, parsed
 
 CANARY = "hostile_canary"

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dist_ckpt._engine.memory import Scratch, bits, host_bytes, pieces_for_write
-from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.torch_dist.records import frame_of
-from dist_ckpt._planning.describe import dtype_name
+from dist_ckpt._sharding.shard_info import dtype_name
+from dist_ckpt._staging_pool.memory import Scratch, bits, host_bytes, pieces_for_write
 from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import Extent, open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.transfer import run_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from dist_ckpt._engine.page_cache import PagePolicy
     from dist_ckpt._formats.torch_dist.records import RecordFrame
     from dist_ckpt.storage import Store
+    from dist_ckpt.storage.page_cache import PagePolicy
 
 __all__ = ["WriteBucket", "WriteEntry", "snapshot", "stage_buckets", "write_buckets"]
 

@@ -14,14 +14,14 @@ from dist_ckpt._formats.documents import (
     PACKED_INDEX_FILE,
     CheckpointContents,
 )
-from dist_ckpt._planning.index import CheckpointIndex
+from dist_ckpt._sharding.index import CheckpointIndex
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dist_ckpt._planning.chunks import ChunkTable
+    from dist_ckpt._sharding.chunks import ChunkTable
 
 __all__ = ["index_documents", "open_foreign", "read_index"]
 
@@ -39,7 +39,7 @@ def index_documents(table: ChunkTable, *, dcp_metadata: bool = True) -> dict[str
         StorageError: The index would be too large to be read.
     """
     from dist_ckpt._formats.torch_dist.dcp_metadata import encode_metadata  # noqa: PLC0415 - heavy
-    from dist_ckpt._planning.packing import pack_index  # noqa: PLC0415 - heavy
+    from dist_ckpt._sharding.packing import pack_index  # noqa: PLC0415 - heavy
 
     index = pack_index(table)
     documents = {PACKED_INDEX_FILE: index}

@@ -17,7 +17,7 @@ import struct
 from typing import TYPE_CHECKING
 
 from dist_ckpt._formats.torch_dist.records import frame_of
-from dist_ckpt._planning.packed_layout import DTYPE, coordinate_nbytes, read_layout
+from dist_ckpt._sharding.packed_layout import DTYPE, coordinate_nbytes, read_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

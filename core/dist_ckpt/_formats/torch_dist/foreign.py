@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._formats.documents import CheckpointContents
-    from dist_ckpt._planning.index import StoredBytes
+    from dist_ckpt._sharding.index import StoredBytes
     from dist_ckpt.types import StateDict
 
 __all__ = ["COMMON_PT", "foreign_common", "read_foreign_object", "sharded_object_keys"]

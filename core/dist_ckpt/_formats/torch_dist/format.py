@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dist_ckpt._collector import collector_paused
 from dist_ckpt._formats.base import SavePlan, Written
 from dist_ckpt._formats.manifest import PACKED_INDEX_FILE
 from dist_ckpt._formats.torch_dist.layout import ChunksOfJob, plan_files, rank_chunks
 from dist_ckpt._formats.torch_dist.write import write_durably
-from dist_ckpt._planning.distribution import assign_writers
-from dist_ckpt._planning.packing import pack_index
+from dist_ckpt._process.gc_pause import collector_paused
+from dist_ckpt._sharding.assign import assign_writers
+from dist_ckpt._sharding.packing import pack_index
 from dist_ckpt.errors import StorageError
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from dist_ckpt._formats.base import WriteJob
     from dist_ckpt._formats.torch_dist.layout import PlannedFile
-    from dist_ckpt._planning.chunks import ChunkTable
-    from dist_ckpt._planning.distribution import WriteItems
-    from dist_ckpt._planning.index import StoredTensor
-    from dist_ckpt._planning.table import ShardTable
-    from dist_ckpt._planning.together import JobTable
+    from dist_ckpt._sharding.assign import WriteItems
+    from dist_ckpt._sharding.chunks import ChunkTable
+    from dist_ckpt._sharding.index import StoredTensor
+    from dist_ckpt._sharding.table import ShardTable
+    from dist_ckpt._sharding.together import JobTable
 
 __all__ = ["TorchDistFormat"]
 

@@ -1,22 +1,22 @@
 """``index.bin`` of a checkpoint as a file that several processes read parts of.
 
 Here: reading its directory and its rows, each compared with its checksum. Not here: what they mean
-(``_planning.packed``), checking that it is true (``_integrity.packed``). Rank 0 reads and checks
-the whole; the other ranks are told path and seal, and read for themselves.
+(``_sharding.packed``), checking that it is true (``_sharding.packed_check``). Rank 0 reads and
+checks the whole; the other ranks are told path and seal, and read for themselves.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._checksums import digest
 from dist_ckpt._formats.manifest import MAX_DOCUMENT_NBYTES, PACKED_INDEX_FILE, check_same
-from dist_ckpt._integrity.packed import check_packed
-from dist_ckpt._planning.index import CheckpointIndex
-from dist_ckpt._planning.packed import PackedTensors
-from dist_ckpt._planning.packed_layout import read_layout, seal_of
+from dist_ckpt._sharding.index import CheckpointIndex
+from dist_ckpt._sharding.packed import PackedTensors
+from dist_ckpt._sharding.packed_check import check_packed
+from dist_ckpt._sharding.packed_layout import read_layout, seal_of
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
 from dist_ckpt.storage import Extent, open_store
+from dist_ckpt.storage.checksums import digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Which box goes at which position of which data file, before anything is written.
 
 Here: the layout of a rank's files, and of all ranks' files what is stored where. Not here: writing
-them (``write``), who writes what (``_planning.distribution``). Pure; a layout depends on
+them (``write``), who writes what (``_sharding.assign``). Pure; a layout depends on
 descriptions alone, not on values.
 """
 
@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dist_ckpt._formats.torch_dist.records import Frames
-from dist_ckpt._planning.chunks import ChunkTable
-from dist_ckpt._planning.distribution import WriteItems
-from dist_ckpt._planning.table import ROLES, ShardTable
+from dist_ckpt._sharding.assign import WriteItems
+from dist_ckpt._sharding.chunks import ChunkTable
+from dist_ckpt._sharding.table import ROLES, ShardTable
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
     from dist_ckpt._formats.torch_dist.records import RecordFrame
-    from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.describe import ShardInfo
-    from dist_ckpt._planning.distribution import WriteItem
-    from dist_ckpt._planning.table import LocalShards
-    from dist_ckpt._planning.together import JobTable
+    from dist_ckpt._sharding.assign import WriteItem
+    from dist_ckpt._sharding.shard_info import ShardInfo
+    from dist_ckpt._sharding.table import LocalShards
+    from dist_ckpt._sharding.together import JobTable
+    from dist_ckpt.box import Box
 
 __all__ = [
     "ChunksOfJob",

@@ -14,8 +14,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._formats.torch_dist.inert import Node, ordered_dict, size
-from dist_ckpt._geometry import Box, boxes_of_flat_range
-from dist_ckpt._planning.index import StoredChunk
+from dist_ckpt._sharding.index import StoredChunk
+from dist_ckpt.box import Box, boxes_of_flat_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 Here: a restricted unpickler for the pickle of DCP's ``Metadata`` dataclass
 (torch/distributed/checkpoint/metadata.py, torch 2.13). Not here: writing one (``dcp_metadata``),
-our own index (``_planning.packed``), what Megatron-Core adds (``mcore``). Runs on rank 0. Nothing
+our own index (``_sharding.packed``), what Megatron-Core adds (``mcore``). Runs on rank 0. Nothing
 that we wrote is ever unpickled.
 """
 
@@ -24,9 +24,9 @@ from dist_ckpt._formats.torch_dist.mcore import (
     unfold_flattened,
 )
 from dist_ckpt._formats.torch_dist.pickle_bounds import check_pickle
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import dtype_from_name, dtype_name
-from dist_ckpt._planning.index import CheckpointIndex, StoredBytes, StoredChunk, StoredTensor
+from dist_ckpt._sharding.index import CheckpointIndex, StoredBytes, StoredChunk, StoredTensor
+from dist_ckpt._sharding.shard_info import dtype_from_name, dtype_name
+from dist_ckpt.box import Box
 from dist_ckpt.core import CONFIG_FNAME
 from dist_ckpt.errors import CorruptedCheckpointError, UnsafeContentError
 from dist_ckpt.storage.base import checked_name

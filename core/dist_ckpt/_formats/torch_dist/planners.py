@@ -1,6 +1,6 @@
 """Planners of torch.distributed.checkpoint (DCP) as Megatron-Core's checkpoints need them.
 
-Here: ``MCoreSavePlanner`` and ``MCoreLoadPlanner``. Not here: our own plans (``_planning``), the
+Here: ``MCoreSavePlanner`` and ``MCoreLoadPlanner``. Not here: our own plans (``_sharding``), the
 steps of a save through DCP (``strategies.state_dict_saver``). Called on every rank; the global plan
 is made on the coordinator.
 
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItemTy
 from torch.distributed.checkpoint.planner_helpers import _create_read_items
 from torch.distributed.tensor import DTensor
 
-from dist_ckpt._engine.memory import fill_zero
+from dist_ckpt._staging_pool.memory import fill_zero
 from dist_ckpt.errors import (
     ConfigError,
     CorruptedCheckpointError,

@@ -1,7 +1,7 @@
 """Stored chunks -> boxes of tensors, bytes straight into the tensors' memory.
 
-Here: how each planned read is carried out. Not here: which reads (``_planning.load``), threads
-(``_engine.transfer``), files (``storage``). Runs on every rank for its own boxes.
+Here: how each planned read is carried out. Not here: which reads (``_sharding.reads``), threads
+(``storage.transfer``), files (``storage``). Runs on every rank for its own boxes.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dist_ckpt._engine.memory import (
+from dist_ckpt._formats.base import Destination
+from dist_ckpt._formats.torch_dist.payload import Record, find_payload
+from dist_ckpt._formats.torch_dist.runs import Memory, read_runs
+from dist_ckpt._formats.torch_dist.unpickle import tensor_of_record
+from dist_ckpt._formats.verification import VerifiedStore
+from dist_ckpt._sharding.index import StoredChunk
+from dist_ckpt._sharding.reads import Read, byte_runs, plan_reads
+from dist_ckpt._sharding.shard_info import dtype_from_name
+from dist_ckpt._sharding.wanted import boxes_of, runs_of
+from dist_ckpt._staging_pool.memory import (
     PIECE_NBYTES,
     Scratch,
     copy_converted,
     host_bytes,
     is_plain_memory,
 )
-from dist_ckpt._engine.transfer import run_jobs
-from dist_ckpt._formats.base import Destination
-from dist_ckpt._formats.torch_dist.payload import Record, find_payload
-from dist_ckpt._formats.torch_dist.runs import Memory, read_runs
-from dist_ckpt._formats.torch_dist.unpickle import tensor_of_record
-from dist_ckpt._formats.verification import VerifiedStore
-from dist_ckpt._geometry import Box, split_box
-from dist_ckpt._planning.describe import dtype_from_name
-from dist_ckpt._planning.index import StoredChunk
-from dist_ckpt._planning.load import Read, byte_runs, plan_reads
-from dist_ckpt._planning.wanted import boxes_of, runs_of
+from dist_ckpt.box import Box, split_box
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
 from dist_ckpt.storage import Extent
+from dist_ckpt.storage.transfer import run_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from dist_ckpt._planning.index import CheckpointIndex
+    from dist_ckpt._sharding.index import CheckpointIndex
     from dist_ckpt.storage import Store
 
 __all__ = ["Destination", "read_into"]
@@ -76,7 +76,7 @@ def read_into(
     """Fill all destinations in place and return the number of bytes read from the store.
 
     A destination of another dtype than the stored one is cast; whether that is wanted has been
-    decided before (``_integrity.match``).
+    decided before (``_sharding.match``).
 
     Raises:
         CorruptedCheckpointError: A file ends early or a record cannot be decoded; names the key.

@@ -6,7 +6,7 @@ tensor's memory to the file.
 A record is a zip archive with stored (uncompressed) members, the form that ``torch.load`` reads
 (torch/serialization.py, "zipfile-based serialization"): ``archive/data.pkl`` describes the tensor,
 ``archive/data/0`` is its storage. Members' CRCs are zero: torch does not check them, and our own
-manifest says what is stored. Sizes stay below 4 GiB (``_planning.distribution.CHUNK_NBYTES``).
+manifest says what is stored. Sizes stay below 4 GiB (``_sharding.assign.CHUNK_NBYTES``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs of bytes from files straight into memory: the way most of a load goes.
 
 Here: which thread reads which runs, and whose key an error names. Not here: which runs there are
-(``_planning.wanted``), boxes that are no runs (``read``), how runs become few reads that are
+(``_sharding.wanted``), boxes that are no runs (``read``), how runs become few reads that are
 compared with checksums (``_formats.spans``). Runs on every rank for its own boxes.
 """
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dist_ckpt._checksums import BLOCK_NBYTES
-from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.spans import Spans
 from dist_ckpt.errors import CheckpointingException
 from dist_ckpt.storage import Extent
+from dist_ckpt.storage.checksums import BLOCK_NBYTES
+from dist_ckpt.storage.transfer import run_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dist_ckpt._formats.verification import VerifiedStore
-    from dist_ckpt._planning.wanted import Runs
+    from dist_ckpt._sharding.wanted import Runs
 
 __all__ = ["Memory", "read_runs"]
 

@@ -1,7 +1,7 @@
 """Boxes of this rank -> data files, bytes straight from the tensors' memory.
 
 Here: the bytes of each planned file in order, and the jobs that write them. Not here: their layout
-(``layout``), threads (``_engine.transfer``), files (``storage``), metadata. Runs on every rank for
+(``layout``), threads (``storage.transfer``), files (``storage``), metadata. Runs on every rank for
 its own boxes; no rank waits for another.
 """
 
@@ -11,11 +11,11 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dist_ckpt._engine.memory import Scratch, host_bytes, is_plain_memory, pieces_for_write
-from dist_ckpt._engine.transfer import run_jobs
+from dist_ckpt._staging_pool.memory import Scratch, host_bytes, is_plain_memory, pieces_for_write
 from dist_ckpt.errors import CheckpointingException, CoordinationError, StorageError
 from dist_ckpt.storage import Extent, open_store
 from dist_ckpt.storage.local import fsync_directory, is_directory, storage_errors
+from dist_ckpt.storage.transfer import run_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dist_ckpt._checksums import FileSum
-    from dist_ckpt._engine.page_cache import PagePolicy
     from dist_ckpt._formats.torch_dist.layout import PlannedFile
-    from dist_ckpt._planning.table import LocalShards
+    from dist_ckpt._sharding.table import LocalShards
     from dist_ckpt.storage import Store
+    from dist_ckpt.storage.checksums import FileSum
+    from dist_ckpt.storage.page_cache import PagePolicy
 
 __all__ = ["WrittenFile", "extents_of", "write_durably", "write_shards"]
 

@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.futures import Future
 
-from dist_ckpt._engine.page_cache import PagePolicy
 from dist_ckpt._formats.torch_dist.buckets import (
     WriteBucket,
     WriteEntry,
@@ -49,6 +48,7 @@ from dist_ckpt._formats.torch_dist.cached_reader import metadata_name, read_meta
 from dist_ckpt.errors import CheckpointingException, ConfigError, StorageError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.page_cache import PagePolicy
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._engine.memory import bits
 from dist_ckpt._formats.zarr.metadata import array_dtype
-from dist_ckpt._planning.describe import dtype_name
+from dist_ckpt._sharding.shard_info import dtype_name
+from dist_ckpt._staging_pool.memory import bits
 from dist_ckpt.errors import CorruptedCheckpointError, StorageError, UnknownStrategyError
 from dist_ckpt.storage.local import hint_of_errno
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from dist_ckpt._geometry import Box
+    from dist_ckpt.box import Box
 
 __all__ = ["Arrays", "host_array", "tensorstore"]
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dist_ckpt._engine.memory import (
+from dist_ckpt._formats.zarr.names import pieces_name
+from dist_ckpt._sharding.shard_info import dtype_from_name
+from dist_ckpt._staging_pool.memory import (
     PIECE_NBYTES,
     Scratch,
     bits,
@@ -18,9 +20,7 @@ from dist_ckpt._engine.memory import (
     host_bytes,
     pieces_for_write,
 )
-from dist_ckpt._formats.zarr.names import pieces_name
-from dist_ckpt._geometry import Box, split_box
-from dist_ckpt._planning.describe import dtype_from_name
+from dist_ckpt.box import Box, split_box
 from dist_ckpt.storage import Extent
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt._formats.base import WriteJob
     from dist_ckpt._formats.zarr.plan import SharedCell
-    from dist_ckpt._planning.distribution import WriteItem
+    from dist_ckpt._sharding.assign import WriteItem
     from dist_ckpt.storage import Store
 
 __all__ = ["cell_bytes", "shared_cell", "view_of"]

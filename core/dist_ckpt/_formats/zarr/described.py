@@ -19,14 +19,14 @@ from dist_ckpt._formats.zarr.metadata import (
     metadata_name,
     parse_metadata,
 )
-from dist_ckpt._planning.describe import dtype_from_name
+from dist_ckpt._sharding.shard_info import dtype_from_name
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError
 
 if TYPE_CHECKING:
     import torch
 
     from dist_ckpt._formats.verification import VerifiedStore
-    from dist_ckpt._planning.index import StoredTensor
+    from dist_ckpt._sharding.index import StoredTensor
 
 __all__ = ["Described", "Documents"]
 

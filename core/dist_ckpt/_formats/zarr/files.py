@@ -21,7 +21,7 @@ from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import Extent
 
 if TYPE_CHECKING:
-    from dist_ckpt._geometry import Box
+    from dist_ckpt.box import Box
     from dist_ckpt.storage import Store
 
 __all__ = ["ChunkFiles", "chunk_files", "is_as_written"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from dist_ckpt._planning.index import CheckpointIndex
+    from dist_ckpt._sharding.index import CheckpointIndex
 
 __all__ = ["open_foreign_zarr"]
 

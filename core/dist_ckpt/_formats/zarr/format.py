@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from dist_ckpt._formats.base import WriteResult
     from dist_ckpt._formats.zarr.plan import RankWork
-    from dist_ckpt._planning.index import StoredTensor
-    from dist_ckpt._planning.together import JobTable
+    from dist_ckpt._sharding.index import StoredTensor
+    from dist_ckpt._sharding.together import JobTable
 
 __all__ = ["ZarrFormat"]
 

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dist_ckpt._geometry import Box
+from dist_ckpt.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -11,12 +11,12 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._formats.zarr.metadata import array_dtype, metadata_name
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import dtype_from_name
-from dist_ckpt._planning.index import CheckpointIndex, Encoding, StoredChunk, StoredTensor
-from dist_ckpt._sealing import sealed, unsealed
+from dist_ckpt._sharding.index import CheckpointIndex, Encoding, StoredChunk, StoredTensor
+from dist_ckpt._sharding.shard_info import dtype_from_name
+from dist_ckpt.box import Box
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage.base import checked_name
+from dist_ckpt.storage.sealed import sealed, unsealed
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

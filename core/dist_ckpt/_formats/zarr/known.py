@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.spans import Spans
 from dist_ckpt._formats.torch_dist.runs import Memory, read_runs
 from dist_ckpt._formats.zarr.described import Documents
 from dist_ckpt._formats.zarr.slices import Cell, cells_in
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.overlaps import matrix
-from dist_ckpt._planning.wanted import Runs, beside, runs_of
+from dist_ckpt._sharding.overlaps import matrix
+from dist_ckpt._sharding.wanted import Runs, beside, runs_of
+from dist_ckpt.box import Box
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError
+from dist_ckpt.storage.transfer import run_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dist_ckpt._formats.verification import VerifiedStore
-    from dist_ckpt._planning.columns import Stored
-    from dist_ckpt._planning.index import StoredTensor
-    from dist_ckpt._planning.wanted import Wanted
+    from dist_ckpt._sharding.columns import Stored
+    from dist_ckpt._sharding.index import StoredTensor
+    from dist_ckpt._sharding.wanted import Wanted
 
 __all__ = ["read_known"]
 

@@ -20,7 +20,7 @@ from dist_ckpt._formats.torch_dist.foreign import COMMON_PT
 from dist_ckpt._formats.torch_saved import torch_saved
 from dist_ckpt._formats.zarr.format import ZarrFormat
 from dist_ckpt._formats.zarr.names import is_plain_path
-from dist_ckpt._planning.table import ROLES, ShardTable
+from dist_ckpt._sharding.table import ROLES, ShardTable
 from dist_ckpt.mapping import is_main_replica
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._formats.base import SavePlan, WriteJob
-    from dist_ckpt._planning.describe import ShardInfo
-    from dist_ckpt._planning.together import JobTable
-    from dist_ckpt._state import SaveParts
+    from dist_ckpt._sharding.shard_info import ShardInfo
+    from dist_ckpt._sharding.split import SaveParts
+    from dist_ckpt._sharding.together import JobTable
 
 __all__ = ["MegatronZarrFormat"]
 

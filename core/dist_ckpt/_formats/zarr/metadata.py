@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt._planning.describe import dtype_from_name
-from dist_ckpt._sealing import parse_document
+from dist_ckpt._sharding.shard_info import dtype_from_name
 from dist_ckpt.errors import CorruptedCheckpointError
+from dist_ckpt.storage.sealed import parse_document
 
 if TYPE_CHECKING:
     from dist_ckpt._formats.zarr.grid import Grid

@@ -26,15 +26,15 @@ from dist_ckpt._formats.zarr.grid import (
     whole_cells,
 )
 from dist_ckpt._formats.zarr.names import paths_of_keys
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import dtype_from_name
-from dist_ckpt._planning.distribution import WriteItem, assign_writers, writers_of_boxes
-from dist_ckpt._planning.together import JobTable
+from dist_ckpt._sharding.assign import WriteItem, assign_writers, writers_of_boxes
+from dist_ckpt._sharding.shard_info import dtype_from_name
+from dist_ckpt._sharding.together import JobTable
+from dist_ckpt.box import Box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from dist_ckpt._planning.describe import ShardInfo
+    from dist_ckpt._sharding.shard_info import ShardInfo
 
 __all__ = ["Array", "RankWork", "Received", "SharedCell", "ZarrPlan", "plan_arrays"]
 

@@ -1,7 +1,7 @@
 """Arrays -> boxes of tensors, straight into the tensors' memory.
 
 Here: which chunks a box needs and how each is read: as plain bytes (``slices``) where they are, and
-through TensorStore (``arrays``) where they are not. Not here: threads (``_engine.transfer``). Runs
+through TensorStore (``arrays``) where they are not. Not here: threads (``storage.transfer``). Runs
 on every rank for its own boxes.
 """
 
@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt._engine.memory import Scratch, copy_converted
-from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import Destination
 from dist_ckpt._formats.zarr.arrays import Arrays, host_array
 from dist_ckpt._formats.zarr.described import Described, Documents
 from dist_ckpt._formats.zarr.files import ChunkFiles
 from dist_ckpt._formats.zarr.grid import cells_of, split_on_grid
 from dist_ckpt._formats.zarr.slices import as_raw, read_cells, read_slices
-from dist_ckpt._planning.describe import dtype_from_name
-from dist_ckpt._planning.index import StoredTensor
+from dist_ckpt._sharding.index import StoredTensor
+from dist_ckpt._sharding.shard_info import dtype_from_name
+from dist_ckpt._staging_pool.memory import Scratch, copy_converted
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
+from dist_ckpt.storage.transfer import run_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from dist_ckpt._formats.verification import VerifiedStore
-    from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.index import CheckpointIndex
+    from dist_ckpt._sharding.index import CheckpointIndex
+    from dist_ckpt.box import Box
     from dist_ckpt.storage import Store
 
 __all__ = ["read_into"]
@@ -65,7 +65,7 @@ def read_into(
     """Fill all destinations in place and return the number of bytes that were read for them.
 
     A destination of another dtype than the stored one is cast; whether that is wanted has been
-    decided before (``_integrity.match``).
+    decided before (``_sharding.match``).
 
     Raises:
         CorruptedCheckpointError: An array is not what the index says, or a chunk is missing, cut

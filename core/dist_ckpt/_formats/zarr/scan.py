@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._formats.zarr.metadata import MAX_METADATA_NBYTES, parse_metadata, torch_dtype
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import dtype_from_name
-from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._sharding.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._sharding.shard_info import dtype_from_name
+from dist_ckpt.box import Box
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import storage_errors

@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dist_ckpt._engine.memory import host_bytes, is_plain_memory
 from dist_ckpt._formats.torch_dist.read import read_into as read_raw
 from dist_ckpt._formats.zarr.grid import cell_box, cells_of
 from dist_ckpt._formats.zarr.layout import shard_index, stored_extents
-from dist_ckpt._geometry import Box
-from dist_ckpt._planning.describe import dtype_from_name
-from dist_ckpt._planning.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._sharding.index import CheckpointIndex, StoredChunk, StoredTensor
+from dist_ckpt._sharding.shard_info import dtype_from_name
+from dist_ckpt._staging_pool.memory import host_bytes, is_plain_memory
+from dist_ckpt.box import Box
 from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError
 from dist_ckpt.storage import Extent
 

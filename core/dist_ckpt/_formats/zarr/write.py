@@ -1,7 +1,7 @@
 """A rank's work -> files of arrays.
 
 Here: the jobs that put down pieces and write documents, cells and directories. Not here: which
-(``plan``), the bytes of a cell (``cells``), threads (``_engine.transfer``). Runs on every rank for
+(``plan``), the bytes of a cell (``cells``), threads (``storage.transfer``). Runs on every rank for
 its own work; ranks meet only between putting down and writing.
 
 An array is a directory with at least two files, most of them small: what they cost is waiting for
@@ -16,19 +16,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from dist_ckpt._engine.memory import Scratch, host_bytes, pieces_for_write
-from dist_ckpt._engine.transfer import run_jobs
 from dist_ckpt._formats.base import WriteJob, WriteResult, Written
 from dist_ckpt._formats.zarr.cells import cell_bytes, shared_cell, view_of
 from dist_ckpt._formats.zarr.grid import split_on_grid
 from dist_ckpt._formats.zarr.layout import shard_index, stored_extents
 from dist_ckpt._formats.zarr.metadata import array_metadata, encode_metadata, metadata_name
 from dist_ckpt._formats.zarr.names import chunk_name, pieces_name
-from dist_ckpt._planning.distribution import WriteItem
-from dist_ckpt._planning.index import StoredChunk
+from dist_ckpt._sharding.assign import WriteItem
+from dist_ckpt._sharding.index import StoredChunk
+from dist_ckpt._staging_pool.memory import Scratch, host_bytes, pieces_for_write
 from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import Extent, open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.transfer import run_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dist_ckpt._checksums import FileSum
     from dist_ckpt._formats.zarr.grid import Grid
     from dist_ckpt._formats.zarr.plan import Array, RankWork, SharedCell
-    from dist_ckpt._geometry import Box
-    from dist_ckpt._planning.index import Encoding
+    from dist_ckpt._sharding.index import Encoding
+    from dist_ckpt.box import Box
     from dist_ckpt.storage import FileWriter
+    from dist_ckpt.storage.checksums import FileSum
 
 __all__ = ["pass_on_pieces", "write_arrays"]
 

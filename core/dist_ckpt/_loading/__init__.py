@@ -1,0 +1,1 @@
+"""The way of a load: open, match, read, merge."""

@@ -1,0 +1,1 @@
+"""What concerns this process as a whole: its end, its garbage collector, its memory."""

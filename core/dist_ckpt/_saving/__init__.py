@@ -1,0 +1,1 @@
+"""The way of a save: describe, plan, write, publish."""

@@ -1,0 +1,144 @@
+"""A rank's data files as one run of bytes in memory, ready to be written by whoever sees it.
+
+Here: where each file lies in the image, filling it, streaming it through a smaller memory. Not
+here: the memory (``_staging_pool.pool``), the copying (``_staging_pool.copying``), who writes it
+(``_worker``). Local, on every rank.
+
+What stands around the payloads is the same from save to save: it is put down once, and stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dist_ckpt._formats.torch_dist.layout import PlannedFile
+from dist_ckpt._formats.torch_dist.write import extents_of
+from dist_ckpt._sharding.shard_info import dtype_from_name
+from dist_ckpt._staging_pool.copying import Copy
+from dist_ckpt._staging_pool.memory import host_bytes
+from dist_ckpt._staging_pool.runs import Run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from dist_ckpt._formats.torch_dist.layout import PlacedShard
+    from dist_ckpt._sharding.table import LocalShards
+    from dist_ckpt._staging_pool.arena import Arena
+
+__all__ = ["FileImage"]
+
+_PAGE = 4096
+_BYTES = torch.uint8
+_RUN_NBYTES = 64 << 20
+"""Largest run: one is written while the next waits, and progress is told between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileImage:
+    """Files of one rank, one behind the other, each from a page on.
+
+    Attributes:
+        files: In the order of their places.
+        starts: Byte position of each in the image.
+        nbytes: Size of the image.
+    """
+
+    files: tuple[PlannedFile, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, files: Sequence[PlannedFile]) -> FileImage:
+        """Lay files out."""
+        starts, position = [], 0
+        for file in files:
+            starts.append(position)
+            position += -(-file.nbytes // _PAGE) * _PAGE
+        return cls(tuple(files), tuple(starts), position)
+
+    @property
+    def names(self) -> tuple[tuple[str, int], ...]:
+        """Name and size of each file."""
+        return tuple((file.name, file.nbytes) for file in self.files)
+
+    def put_frames(self, arena: Arena) -> None:
+        """Write what stands around the payloads, which no save changes.
+
+        That is zeros, too: the memory may hold what another image has left there.
+        """
+        for start, file in zip(self.starts, self.files, strict=True):
+            end = 0
+            for placed in file.placed:
+                _put(arena, start + end, bytes(placed.position - end) + placed.frame.head)
+                tail = placed.payload + placed.frame.nbytes
+                _put(arena, start + tail, placed.frame.tail)
+                end = tail + len(placed.frame.tail)
+
+    def targets(self, arena: Arena) -> list[torch.Tensor]:
+        """Return where in memory each payload goes, in the order of the files."""
+        return [
+            arena.view(start + placed.payload, placed.box.shape, dtype_from_name(placed.info.dtype))
+            for start, placed in self._placed()
+        ]
+
+    def copies(
+        self, targets: Sequence[torch.Tensor], shards: LocalShards, *, first: int = 0
+    ) -> list[Copy]:
+        """Return the copies that fill the payloads of ``shards``, from number ``first`` on."""
+        return [
+            Copy(placed.view_in(shards), target, placed.info.key)
+            for (_, placed), target in zip(self._placed(), targets, strict=True)
+            if first <= placed.shard < len(shards)
+        ]
+
+    def runs(self) -> list[Run]:
+        """Return the whole image as runs; files take turns, so that they are written at a time."""
+        found = [
+            (position, number, Run(number, position, start + position, nbytes))
+            for number, (file, start) in enumerate(zip(self.files, self.starts, strict=True))
+            for position, nbytes in _blocks(file.nbytes, _RUN_NBYTES)
+        ]
+        return [run for _, _, run in sorted(found, key=lambda one: one[:2])]
+
+    def stream(
+        self, arena: Arena, shards: LocalShards, take: Callable[[], int], slot_nbytes: int
+    ) -> Iterator[Run]:
+        """Fill slot after slot of a memory that is smaller than the image; yield each when full.
+
+        Args:
+            arena: The memory.
+            shards: This rank's, with data.
+            take: Returns the byte position of a free slot; waits for one.
+            slot_nbytes: Size of a slot.
+        """
+        for number, file in enumerate(self.files):
+            slot, begin, filled = take(), 0, 0
+            for extent in extents_of(file, shards):
+                rest = memoryview(extent.buffer)
+                while rest.nbytes:
+                    if filled == slot_nbytes:
+                        yield Run(number, begin, slot, filled)
+                        slot, begin, filled = take(), begin + filled, 0
+                    piece, rest = rest[: slot_nbytes - filled], rest[slot_nbytes - filled :]
+                    _put(arena, slot + filled, piece)
+                    filled += piece.nbytes
+            yield Run(number, begin, slot, filled)
+
+    def _placed(self) -> Iterator[tuple[int, PlacedShard]]:
+        for start, file in zip(self.starts, self.files, strict=True):
+            for placed in file.placed:
+                yield start, placed
+
+
+def _blocks(nbytes: int, largest: int) -> Iterator[tuple[int, int]]:
+    for position in range(0, nbytes, largest):
+        yield position, min(largest, nbytes - position)
+
+
+def _put(arena: Arena, position: int, data: bytes | memoryview) -> None:
+    memory = host_bytes(arena.view(position, (len(data),), _BYTES))
+    memory[:] = data

@@ -1,0 +1,309 @@
+"""The end of a save: whether it may take its target's place, and how it does.
+
+Here: the check of the target, the manifest of all files, the marker, the rename. Not here: the
+steps before (``_saving.execute``), the rename itself (``storage.commit``). Runs on rank 0 alone, or
+in the process that writes in the background for it: nothing imported here may import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dist_ckpt._formats.manifest import (
+    METADATA_FILE,
+    PACKED_INDEX_FILE,
+    Manifest,
+    files_of_checkpoint,
+    read_manifest,
+    write_documents,
+)
+from dist_ckpt._formats.torch_dist.dcp_metadata import encode_metadata
+from dist_ckpt._process.gc_pause import collector_paused
+from dist_ckpt._saving.in_flight import check_not_in_flight
+from dist_ckpt.errors import (
+    CheckpointingException,
+    CoordinationError,
+    CorruptedCheckpointError,
+    StorageError,
+)
+from dist_ckpt.storage import open_store
+from dist_ckpt.storage.checksums import FileSum, sum_of_file
+from dist_ckpt.storage.commit import attempt_name, discard, locate
+from dist_ckpt.storage.local import fsync_directory, storage_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from dist_ckpt._formats.base import SavePlan, Written
+    from dist_ckpt._saving.in_flight import Writer
+    from dist_ckpt._worker.hub import HubAddress
+    from dist_ckpt.core import CheckpointingConfig
+    from dist_ckpt.options import SaveOptions
+    from dist_ckpt.storage.commit import Attempt
+
+__all__ = [
+    "CommitPoint",
+    "Publication",
+    "all_files",
+    "check_target",
+    "is_published",
+    "publish",
+    "was_published",
+    "with_dcp_metadata",
+]
+
+_REPLACEABLE = (stat.S_ISDIR, stat.S_ISREG, stat.S_ISLNK)
+
+
+def check_target(target: Path, options: SaveOptions, writer: Writer | None = None) -> None:
+    """Raise if a save may not write there; ``writer`` is the one of a background save. Rank 0."""
+    check_not_in_flight(target, "saved", but_for=writer)
+    with storage_errors("look at", target):
+        mode = target.lstat().st_mode if os.path.lexists(target) else None
+        if mode is not None and not any(kind(mode) for kind in _REPLACEABLE):
+            raise StorageError(
+                f"{target} is a device, pipe or socket, which is never replaced.",
+                hint="choose another path.",
+            )
+        if options.replace == "any":
+            return
+        if mode is not None and not stat.S_ISDIR(mode):
+            raise StorageError(f"{target} is a file or a link, not a checkpoint directory.")
+        occupied = target.is_dir() and any(target.iterdir())
+        if occupied and not _is_ours(target):
+            raise StorageError(
+                f"Checkpoint destination directory ({target}) is not empty, and no checkpoint of "
+                "ours is committed there.",
+                hint="choose another path, or remove what stands there.",
+            )
+
+
+def _is_ours(target: Path) -> bool:
+    """Whether a checkpoint of ours is committed there; a damaged one may be replaced, too."""
+    try:
+        return bool(files_of_checkpoint(target))
+    except CorruptedCheckpointError:
+        return True
+
+
+def publish(
+    attempt: Attempt,
+    documents: Mapping[str, bytes],
+    files: Mapping[str, FileSum],
+    config: CheckpointingConfig,
+    *,
+    world_size: int,
+    include_dir: Path | None,
+    dcp_metadata: bool,
+) -> None:
+    """Write the documents, the marker last, and rename the attempt into place.
+
+    Args:
+        attempt: Complete but for its documents.
+        documents: The format's and the common part's.
+        files: All data files with their checksums.
+        config: What the marker says.
+        world_size: Number of ranks that saved.
+        include_dir: Its entries are moved into the checkpoint.
+        dcp_metadata: Whether DCP's own document stands beside our index.
+    """
+    if dcp_metadata:
+        documents = with_dcp_metadata(documents)
+    if include_dir is not None:
+        with storage_errors("include", include_dir):
+            files = {**files, **_include(include_dir, attempt.directory)}
+    manifest = Manifest(
+        files=files,
+        world_size=world_size,
+        checkpoint_id=attempt.checkpoint_id,
+        name=attempt.target.name,
+    )
+    write_documents(open_store(attempt.directory), documents, manifest, config)
+    try:
+        old_files = files_of_checkpoint(attempt.target)
+    except CheckpointingException:
+        # An unreadable old manifest must not stand in the way of a good new checkpoint: all that
+        # lies there is then kept beside it.
+        old_files = frozenset()
+    attempt.publish(old_files=old_files)
+
+
+def with_dcp_metadata(documents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the documents with DCP's ``.metadata``, if there is an index that it is made of."""
+    found = dict(documents)
+    if PACKED_INDEX_FILE in found:
+        with collector_paused():
+            found[METADATA_FILE] = encode_metadata(found[PACKED_INDEX_FILE])
+    return found
+
+
+def is_published(target: Path, directory: Path) -> bool:
+    """Whether the save that was written into ``directory`` is at its target.
+
+    For processes that do not know how the save ended. The name of an attempt's directory contains
+    the id of the checkpoint, so every rank can compare it.
+    """
+    try:
+        manifest = read_manifest(locate(target))
+    except CheckpointingException:
+        return False
+    return attempt_name(target, manifest.checkpoint_id) == directory.name
+
+
+def was_published(target: Path, directory: Path) -> bool:
+    """Decide whether a save is committed when rank 0 cannot be asked. Any rank, also several.
+
+    A save that is not published yet is prevented from it: its directory is removed, in one rename.
+    Publishing renames it as well, so only one of the two happens. The target is read again, as the
+    save may have been published in between.
+
+    Raises:
+        StorageError: The directory cannot be removed, so that the save may still be published.
+    """
+    is_committed = is_published(target, directory)
+    discard(target, directory)  # if the two names were exchanged: the replaced checkpoint
+    if is_committed or is_published(target, directory):
+        return True
+    if os.path.lexists(directory):
+        raise StorageError(
+            f"{directory} cannot be removed, so {target} may still be committed.",
+            hint="check its permissions and the file system; look at the target again later.",
+        )
+    return False
+
+
+def all_files(written: Sequence[Written], plan: SavePlan, directory: Path) -> dict[str, FileSum]:
+    """Return all data files with their sums: as the ranks told, or as the directory has them."""
+    files = dict(plan.files)
+    for one in written:
+        if one.files is None:
+            return _synced_files(directory)
+        files |= one.files
+    return files
+
+
+def _synced_files(directory: Path) -> dict[str, FileSum]:
+    """Return all files below ``directory`` with their sums, after making them durable."""
+    with storage_errors("sync", directory):
+        _sync_tree(directory)
+        return _sums_below(directory, directory)
+
+
+def _sums_below(path: Path, root: Path) -> dict[str, FileSum]:
+    """Return the sums of a file, or of all regular files of a folder, by name below ``root``."""
+    found = sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [path]
+    return {
+        one.relative_to(root).as_posix(): sum_of_file(one)
+        for one in found
+        if stat.S_ISREG(one.lstat().st_mode)
+    }
+
+
+def _include(source: Path, destination: Path) -> dict[str, FileSum]:
+    """Move what is in ``source`` into the checkpoint, durably; return its files."""
+    taken = [entry.name for entry in source.iterdir() if os.path.lexists(destination / entry.name)]
+    if taken:
+        raise StorageError(
+            f"cannot include {source}: the checkpoint has {', '.join(sorted(taken))} itself.",
+            hint="give what is included another name.",
+        )
+    files: dict[str, FileSum] = {}
+    for entry in sorted(source.iterdir()):
+        moved = destination / entry.name
+        shutil.move(entry, moved)
+        _sync_tree(moved)
+        files |= _sums_below(moved, destination)
+    return files
+
+
+def _sync_tree(path: Path) -> None:
+    """Make a file, or a folder with all that is in it, durable."""
+    if path.is_symlink():
+        return
+    if path.is_dir():
+        for entry in path.iterdir():
+            _sync_tree(entry)
+        fsync_directory(path)
+        return
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Rank 0's part of a commit, all of it made while planning.
+
+    Attributes:
+        attempt: Where the ranks write.
+        documents: Small files by name.
+        files: Data files that were made while planning, with their checksums.
+        config: What the marker says.
+        world_size: Number of ranks that save.
+        include_dir: Its entries are moved into the checkpoint.
+        dcp_metadata: Whether DCP's own document stands beside our index.
+    """
+
+    attempt: Attempt
+    documents: Mapping[str, bytes]
+    files: Mapping[str, FileSum]
+    config: CheckpointingConfig
+    world_size: int
+    include_dir: Path | None = None
+    dcp_metadata: bool = True
+
+    def publish(self, reports: Sequence[Mapping[str, FileSum]]) -> None:
+        """Write documents and marker, and rename. ``reports``: each rank's files.
+
+        Raises:
+            CoordinationError: Two ranks wrote the same file, or a rank is not among them.
+            StorageError: It could not be written; nothing is committed.
+        """
+        if len(reports) != self.world_size:
+            raise CoordinationError(
+                f"{self.attempt.target}: {len(reports)} ranks have written, not {self.world_size}"
+            )
+        files = dict(self.files)
+        for rank, report in enumerate(reports):
+            if twice := sorted(files.keys() & report.keys()):
+                raise CoordinationError(
+                    f"{self.attempt.target}: {', '.join(twice[:5])} of rank {rank} was written "
+                    "before."
+                )
+            files |= report
+        publish(
+            self.attempt,
+            self.documents,
+            files,
+            self.config,
+            world_size=self.world_size,
+            include_dir=self.include_dir,
+            dcp_metadata=self.dcp_metadata,
+        )
+
+    def is_published(self) -> bool:
+        """Whether this very save is at its target: for those who did not see how it ended."""
+        return is_published(self.attempt.target, self.attempt.directory)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitPoint:
+    """Where and under which name the ranks of one save agree.
+
+    Attributes:
+        address: The hub.
+        name: Unique for each save; equal on all ranks.
+        rank: This rank.
+        size: Number of ranks.
+        timeout_secs: How long a rank that is ready waits for the others.
+    """
+
+    address: HubAddress
+    name: str
+    rank: int
+    size: int
+    timeout_secs: float

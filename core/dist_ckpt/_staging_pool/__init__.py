@@ -1,0 +1,1 @@
+"""Memory that a save is copied into, and the copying."""

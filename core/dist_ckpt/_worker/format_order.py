@@ -1,0 +1,96 @@
+"""A planned save that a format writes by itself, as an order for a background worker.
+
+Here: ``FormatOrder``. Not here: orders of plain bytes (``_worker.orders``), the format. It is
+unpickled in the worker, which then imports torch and what the format needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from dist_ckpt._saving.describe import Prepared
+from dist_ckpt._saving.execute import commit_written, write_part
+from dist_ckpt._sharding.split import SaveParts
+from dist_ckpt._staging_pool.arena import Arena
+from dist_ckpt._staging_pool.handover import pack, unpack
+
+if TYPE_CHECKING:
+    from dist_ckpt._formats.base import Written
+    from dist_ckpt._saving.execute import PendingSave
+    from dist_ckpt._worker.orders import Staged
+
+__all__ = ["FormatOrder"]
+
+
+class FormatOrder:
+    """Writes a planned save out of staged tensors.
+
+    Args:
+        pending: The save; the views of its shards lie in ``arena``.
+        arena: The staging memory, None if all is written.
+        written: What this rank has written already, before it handed over.
+
+    Raises:
+        InvalidShardingError: Something in it cannot be pickled.
+    """
+
+    commits = True
+
+    def __init__(
+        self, pending: PendingSave, arena: Arena | None, written: Written | None = None
+    ) -> None:
+        """Pack it; nothing but descriptions and memory of ``arena`` is kept."""
+        self.target = pending.phase.removeprefix("writing ")
+        self._attempt = pending.coordinator.attempt
+        self.written = written
+        slim = _slim(pending.prepared)
+        content = (slim, pending.assignment, pending.coordinator, pending.options)
+        packed = pack(content, arena)
+        self._data, self._places, self._rank = packed.data, packed.places, pending.comm.rank
+        self._content: tuple[Any, ...] | None = None
+
+    def write(self, staged: Staged) -> Written:
+        """Write this rank's part. Every rank."""
+        for _ in staged.runs():
+            pass  # until all is staged
+        memory = staged.memory()
+        arena = Arena(len(memory), descriptor=os.dup(staged.descriptor()))
+        self._content = unpack(self._data, self._places, [arena])
+        arena.close()
+        written = self.written
+        if written is None:
+            prepared, assignment, _, options = self._content
+            written = write_part(prepared, assignment, self._rank, options)
+        staged.progress("writing", written.nbytes)
+        return written
+
+    def publish(self, reports: Sequence[Written]) -> None:
+        """Commit. Rank 0."""
+        prepared, _, coordinator, options = self._opened()
+        commit_written(reports, prepared, coordinator, options)
+
+    def abort(self) -> None:
+        """Remove the attempt. Rank 0."""
+        # Not through the content: that it could not be unpacked may be the failure.
+        if self._attempt is not None:
+            self._attempt.abort()
+
+    def _opened(self) -> tuple[Any, ...]:
+        if self._content is None:  # it failed before it came to write
+            self._content = unpack(self._data, (), ())
+        return self._content
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is only of this process."""
+        return {**self.__dict__, "_content": None}
+
+
+def _slim(prepared: Prepared) -> Prepared:
+    """Return it without what is not written by the format: it would only be pickled."""
+    request = replace(prepared.request, state_dict={}, live=None)
+    parts = SaveParts(common={}, tensors=(), objects=())
+    shards = prepared.shards.with_data(prepared.shards.data)
+    return replace(prepared, request=request, parts=parts, shards=shards)

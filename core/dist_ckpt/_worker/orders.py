@@ -1,0 +1,161 @@
+"""What a worker is told to do: an order, and the staged bytes that it gets piece by piece.
+
+Here: the ports ``Order`` and ``Staged``, the order of a byte image (``FileOrder``). Not here: how
+files are written (``write``), rank 0's part of a commit (``_saving.publish``), who agrees on it
+(``agreement``). Orders are made in the training process, pickled, and carried out in the worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dist_ckpt._worker.write import write_files
+from dist_ckpt.errors import CoordinationError, StorageError
+from dist_ckpt.storage.page_cache import PagePolicy
+
+if TYPE_CHECKING:
+    from dist_ckpt._saving.publish import Publication
+    from dist_ckpt._staging_pool.runs import Run
+    from dist_ckpt.errors import RankFailure
+    from dist_ckpt.storage.checksums import FileSum
+
+__all__ = ["AbandonedError", "FileOrder", "Order", "Staged"]
+
+
+class AbandonedError(CoordinationError):
+    """The training process has given this save up while it was staged; ``failure`` says why."""
+
+    def __init__(self, message: str = "", *, failure: RankFailure | None = None) -> None:
+        """Remember the failure."""
+        super().__init__(message)
+        self.failure = failure
+
+
+class Staged(Protocol):
+    """What an order sees of its memory, inside the worker."""
+
+    def memory(self) -> memoryview:
+        """Return the whole arena of this save; it must not be used after ``Order.write``."""
+        ...
+
+    def descriptor(self) -> int:
+        """Return the file behind the arena, for orders that map it themselves; it stays ours."""
+        ...
+
+    def runs(self) -> Iterator[Run]:
+        """Yield each run once it is staged, until all are.
+
+        Raises:
+            AbandonedError: The training process gave the save up, or is gone.
+        """
+        ...
+
+    def stop(self) -> None:
+        """End ``runs`` now: nothing more will be written. From any thread."""
+        ...
+
+    def freed(self, run: Run) -> None:
+        """Tell the training process that these bytes may be overwritten. From any thread."""
+        ...
+
+    def progress(self, phase: str, nbytes: int) -> None:
+        """Note what is being done, and how many bytes are done in all. From any thread."""
+        ...
+
+
+class Order(Protocol):
+    """What to do with one rank's staged bytes. Picklable; unpickling imports what it needs.
+
+    Attributes:
+        target: What is saved, for messages.
+        commits: Whether all ranks commit what they have written; else the report is the outcome.
+    """
+
+    @property
+    def target(self) -> str:
+        """What is saved, for messages."""
+        ...
+
+    @property
+    def commits(self) -> bool:
+        """Whether all ranks commit what they have written; else the report is the outcome."""
+        ...
+
+    def write(self, staged: Staged) -> Any:
+        """Write this rank's bytes durably and return a picklable report. Every rank."""
+        ...
+
+    def publish(self, reports: Sequence[Any]) -> None:
+        """Make it a checkpoint; all ranks (by rank) have written. Rank 0."""
+        ...
+
+    def abort(self) -> None:
+        """Remove what was written; no rank writes any more. Rank 0."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileOrder:
+    """Write a byte image: every byte of every file comes from a run, exactly once.
+
+    Attributes:
+        directory: The attempt's directory, made by rank 0.
+        files: Name and size of each file of this rank.
+        rank: This rank.
+        publication: Rank 0's part of the commit; None elsewhere.
+        commits: Whether all ranks commit what they have written.
+        thread_count: Most files that are written at a time.
+        destination: What is saved, for messages; the directory if empty.
+        pages: What becomes of the files' pages in the page cache.
+    """
+
+    directory: Path
+    files: tuple[tuple[str, int], ...]
+    rank: int
+    publication: Publication | None = None
+    commits: bool = True
+    thread_count: int = 2
+    destination: str = ""
+    pages: PagePolicy = PagePolicy()  # noqa: RUF009 - frozen
+
+    @property
+    def target(self) -> str:
+        """What is saved, for messages."""
+        if self.publication is not None:
+            return str(self.publication.attempt.target)
+        return self.destination or str(self.directory)
+
+    def write(self, staged: Staged) -> dict[str, FileSum]:
+        """Write the files durably; return them with their checksums. Every rank.
+
+        Raises:
+            StorageError: The directory is not there, or a file could not be written.
+            CoordinationError: The runs do not make up the files.
+            AbandonedError: The save was given up while it was staged.
+        """
+        if self.files and not self.directory.is_dir():
+            raise StorageError(
+                f"{self.directory} was made by rank 0 but is not there for rank {self.rank}.",
+                hint="the checkpoint directory must be on a file system that all ranks share.",
+            )
+        return write_files(
+            self.directory,
+            self.files,
+            staged,
+            thread_count=self.thread_count,
+            keeps_pages=self.pages.begin(self.files),
+        )
+
+    def publish(self, reports: Sequence[Mapping[str, FileSum]]) -> None:
+        """Make the attempt the checkpoint. Rank 0."""
+        if self.publication is None:
+            raise CoordinationError(f"{self.target}: rank {self.rank} has nothing to publish")
+        self.publication.publish(reports)
+
+    def abort(self) -> None:
+        """Remove the attempt. Rank 0."""
+        if self.publication is not None:
+            self.publication.attempt.abort()

@@ -1,0 +1,399 @@
+"""How background saves end: in order, with what was queued behind them, and told once to all ranks.
+
+Here: ``Settler``, its threads, and at which poll a failure is raised. Not here: how one save ended
+(``_worker.result``), planning and copying (``background``). On every rank.
+
+The threads make no collective of a backend. They talk to the other ranks through the job's store,
+when a save has failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
+
+from dist_ckpt._saving.in_flight import add_writer
+from dist_ckpt._worker.result import InFlight, beside, outcome
+from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError
+from dist_ckpt.events import Committed, Failed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dist_ckpt._worker.submit import HandedOver
+    from dist_ckpt.events import Event
+
+__all__ = ["Settler"]
+
+logger = logging.getLogger(__name__)
+
+_AGREE_SECS = 30.0
+"""How long ranks wait for each other to agree at which poll a failure is raised."""
+
+
+_Poll: TypeAlias = "tuple[int, int]"
+"""A poll: behind which save, and the number since. Saves are counted alike on all ranks, so that
+ranks which poll more often than others are in step again at the next save."""
+
+
+@dataclass(slots=True)
+class _Alarm:
+    """A failure that nobody was told of yet.
+
+    Attributes:
+        earliest: The first poll of this rank at which it may be raised.
+        raise_at: The poll at which all ranks raise it; None until they have agreed.
+    """
+
+    number: int
+    path: Path
+    error: AsyncSaveError
+    earliest: _Poll
+    raise_at: _Poll | None = None
+    agreed: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    number: int
+    run: Callable[[], None]
+    what: str
+    frees_space: bool = False
+
+
+class Settler:
+    """Ends saves one after the other on a thread of its own.
+
+    Args:
+        emit: Takes events, from any thread.
+    """
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        """Start without a thread: the first save starts it."""
+        self._emit = emit
+        self._changed = threading.Condition()
+        self._saves: deque[InFlight] = deque()
+        self._actions: deque[_Action] = deque()
+        self._alarms: deque[_Alarm] = deque()
+        self._failed: set[int] = set()
+        self._newest = 0
+        self._polls = 0
+        self._settling = False
+        self._acting: _Action | None = None
+        self._closed = False
+        self._given_up = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._then: Callable[[], None] | None = None
+        add_writer(self)
+
+    @property
+    def in_flight(self) -> tuple[Path, ...]:
+        """Where the saves go that have not ended, oldest first."""
+        with self._changed:
+            return tuple(save.path for save in self._saves)
+
+    @property
+    def handed(self) -> tuple[HandedOver, ...]:
+        """What the worker has of them."""
+        with self._changed:
+            return tuple(save.handed for save in self._saves if save.handed is not None)
+
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread is one of these."""
+        return threading.current_thread() in self._threads
+
+    def start(self) -> None:
+        """Start the threads, if they are not there: what follows cannot fail for want of one."""
+        with self._changed:
+            self._run_threads()
+
+    def add(self, save: InFlight) -> None:
+        """Take over a save."""
+        with self._changed:
+            save.given_up = self._given_up
+            self._saves.append(save)
+            self._newest, self._polls = save.number, 0
+            self._run_threads()
+            self._changed.notify_all()
+
+    def after(self, action: Callable[[], None], what: str, *, frees_space: bool = False) -> None:
+        """Run ``action`` behind the saves in flight; now, and by the caller, if there are none.
+
+        Not at all if the newest save has failed and nobody was told: the caller takes it for done.
+        """
+        with self._changed:
+            if not self.is_idle():
+                self._actions.append(_Action(self._newest, action, what, frees_space))
+                self._run_threads()
+                self._changed.notify_all()
+                return
+            failed = any(alarm.number == self._newest for alarm in self._alarms)
+        if failed:
+            logger.warning("not done, as the save before it failed: %s", what)
+            return
+        action()
+
+    def poll(self) -> None:
+        """Raise the oldest failure if all ranks raise it at this poll.
+
+        Raises:
+            AsyncSaveError: A save has failed.
+        """
+        with self._changed:
+            self._polls += 1
+            if not self._alarms:
+                return
+            alarm = self._alarms[0]
+            now = (self._newest, self._polls)
+        if now < alarm.earliest:
+            return
+        alarm.agreed.wait(_AGREE_SECS)
+        if alarm.raise_at is None or now >= alarm.raise_at:
+            self.raise_failures(upto=alarm.number)
+
+    def raise_failures(self, *, upto: int | None = None, path: Path | None = None) -> None:
+        """Raise what has failed and was not told, of the saves up to a number.
+
+        Args:
+            upto: The number; None for all.
+            path: Only of saves to this path.
+
+        Raises:
+            AsyncSaveError: The first of them; the others stand in its notes.
+        """
+        with self._changed:
+            told = [
+                one
+                for one in self._alarms
+                if (upto is None or one.number <= upto)
+                and (path is None or os.path.realpath(one.path) == os.path.realpath(path))
+            ]
+            for one in told:
+                self._alarms.remove(one)
+        if not told:
+            return
+        error = told[0].error
+        for other in told[1:]:
+            error.add_note(f"and before this was told: {other.error}")
+        raise error
+
+    def wait_for(self, done: Callable[[], bool], timeout_secs: float, what: str) -> float:
+        """Wait until ``done``, called with the lock held; return for how many seconds.
+
+        Raises:
+            BarrierTimeoutError: It takes longer; names the saves in flight.
+        """
+        begun = time.monotonic()
+        with self._changed:
+            if not self._changed.wait_for(done, timeout_secs):
+                paths = ", ".join(f"{save.path}" for save in self._saves) or "queued actions"
+                raise BarrierTimeoutError(
+                    f"{what}: {paths} did not end within {timeout_secs:g} s.",
+                    hint="the disk is slow, or a rank is stuck; see the log of the other ranks.",
+                )
+        return time.monotonic() - begun
+
+    def has_room(self, limit: int) -> bool:
+        """Whether fewer than ``limit`` saves are in flight; for ``wait_for``."""
+        return len(self._saves) < limit
+
+    def has_space(self) -> bool:
+        """Whether no removal is due or running; for ``wait_for``.
+
+        A save that begins earlier needs more disk space than one that blocks.
+        """
+        due = [action for action in self._actions if self.is_past(action.number)]
+        running = [] if self._acting is None else [self._acting]
+        return not any(action.frees_space for action in (*running, *due))
+
+    def newest_to(self, path: Path) -> int:
+        """Return the number of the newest save to a path, also through links; or 0.
+
+        One that has failed counts until it is told: on another rank it may still be in flight.
+        """
+        wanted = os.path.realpath(path)
+        with self._changed:
+            known = [(one.number, one.path) for one in self._saves]
+            known += [(one.number, one.path) for one in self._alarms]
+        return max((n for n, one in known if os.path.realpath(one) == wanted), default=0)
+
+    def is_past(self, number: int) -> bool:
+        """Whether a save and all before it have ended; for ``wait_for``."""
+        return not self._saves or self._saves[0].number > number
+
+    def is_idle(self) -> bool:
+        """Whether all saves have ended and all actions have run; for ``wait_for``."""
+        return not (self._saves or self._actions or self._settling or self._acting is not None)
+
+    def close(self, timeout_secs: float) -> None:
+        """End the threads without waiting for saves in flight.
+
+        No thread may be in a call of a store when the interpreter is finalised: it would be unwound
+        through a C++ destructor, which aborts the process.
+        """
+        self._given_up.set()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            threads, self._threads = self._threads, []
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout_secs)
+
+    def retire(self, then: Callable[[], None]) -> bool:
+        """Have ``then`` called on one of our threads when all work has ended; do not wait.
+
+        Returns:
+            False if no thread was ever started: ``then`` is not called.
+        """
+        with self._changed:
+            if not self._threads:
+                return False
+            self._then, self._closed = then, True
+            self._changed.notify_all()
+        return True
+
+    # -- the threads: a slow action keeps no rank from hearing how a save ended
+
+    def _run_threads(self) -> None:
+        """Start those that are not there. With the lock held."""
+        for run, name in ((self._run, "dist_ckpt-settle"), (self._act, "dist_ckpt-after"))[
+            len(self._threads) :
+        ]:
+            self._closed = False
+            thread = threading.Thread(target=run, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _run(self) -> None:
+        """End saves, one after the other."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._saves or self._closed)
+                if not self._saves:
+                    break
+                save = self._saves[0]
+                self._settling = True
+            try:
+                self._settle(save)
+            finally:
+                del save  # else its state would be kept until the next one
+                with self._changed:
+                    self._settling = False
+                    self._changed.notify_all()
+        if self._then is not None:
+            with self._changed:
+                self._changed.wait_for(self.is_idle)
+            self._then()
+
+    def _act(self) -> None:
+        """Run actions, one after the other."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_action_due() or self._is_over())
+                if not self._is_action_due():
+                    return
+                action = self._actions.popleft()
+                is_void = action.number in self._failed
+                self._acting = action
+            try:
+                if is_void:
+                    logger.warning("not done, as the save before it failed: %s", action.what)
+                else:
+                    _perform(action)
+            finally:
+                with self._changed:
+                    self._acting = None
+                    self._changed.notify_all()
+
+    def _is_action_due(self) -> bool:
+        """Whether no save stands before the oldest action. With the lock held."""
+        return bool(self._actions) and self.is_past(self._actions[0].number)
+
+    def _is_over(self) -> bool:
+        return self._closed and not self._actions
+
+    def _settle(self, save: InFlight) -> None:
+        failure = outcome(save)
+        _let_go_of_frames(failure)
+        if save.handed is not None:
+            if save.handed.task is not None:
+                save.handed.task.abandon()  # nobody writes into the memory that goes back
+            save.handed.lease.release()
+        secs = time.monotonic() - save.started
+        nbytes = save.handed.save.nbytes if save.handed is not None else 0
+        path, rank = str(save.path), save.comm.rank
+        event: Event
+        if failure is None:
+            event = Committed(
+                path=path, rank=rank, save=save.number, is_async=True, secs=secs, nbytes=nbytes
+            )
+        else:
+            event = Failed(
+                path=path, rank=rank, save=save.number, is_async=True, secs=secs,
+                phase="background save", error=str(failure),
+            )  # fmt: skip
+        self._emit(event)
+        if save.on_settled is not None:
+            _perform(_Action(save.number, lambda: save.on_settled(failure), "end of a save"))  # type: ignore[misc]  # looked at
+        alarm = self._end(save, failure)
+        if alarm is not None:
+            self._agree(save, alarm)
+
+    def _end(self, save: InFlight, failure: BaseException | None) -> _Alarm | None:
+        with self._changed:
+            self._saves.popleft()
+            alarm = None
+            if failure is not None:
+                self._failed.add(save.number)
+                earliest = (self._newest, self._polls + 1)
+                alarm = _Alarm(save.number, save.path, _told(save, failure), earliest)
+                self._alarms.append(alarm)
+            self._changed.notify_all()
+        return alarm
+
+    def _agree(self, save: InFlight, alarm: _Alarm) -> None:
+        """Find the first poll that no rank has passed."""
+        try:
+            name = f"alarm/{save.planned.name}"
+            comm = beside(save.comm, name, _AGREE_SECS, self._given_up)
+            phase = f"telling that the save to {save.path} failed"
+            alarm.raise_at = comm.map_reduce(phase, lambda: alarm.earliest, _last)
+        except Exception as error:  # noqa: BLE001 - then each rank raises as soon as it can
+            logger.warning("ranks did not agree when to raise a failed save: %s", error)
+            alarm.raise_at = alarm.earliest
+        finally:
+            alarm.agreed.set()
+
+
+def _last(polls: Sequence[_Poll]) -> _Poll:
+    return max(polls)
+
+
+def _perform(action: _Action) -> None:
+    try:
+        action.run()
+    except BaseException:  # SystemExit too: it would end the thread, not the program
+        logger.exception("failed, after a background save: %s", action.what)
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Forget where it was raised: frames hold staged memory. ``failures`` has that as text."""
+    while isinstance(error, Exception):  # an interrupt is still on its way through the caller
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
+def _told(save: InFlight, failure: BaseException) -> AsyncSaveError:
+    error = AsyncSaveError(
+        f"the background save to {save.path} failed, nothing of it is committed: {failure}"
+    )
+    error.failures = dict(getattr(failure, "failures", {}))
+    error.__cause__ = failure
+    return error

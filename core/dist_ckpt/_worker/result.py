@@ -1,0 +1,194 @@
+"""How one background save ended, for certain.
+
+Here: what the worker has told, or other ranks, or the disk. Not here: the order of saves, and when
+a failure is raised (``_worker.queue``). On every rank, on the settler's thread.
+
+A save is never taken for failed when it is committed, nor the other way: if rank 0's worker died,
+its training process looks at the disk, and leaves the answer in the job's store for ranks that have
+lost the hub. If that process or the store is gone as well, each rank looks at the disk itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dist_ckpt._comm.failures import describe_failure
+from dist_ckpt._comm.single import SingleCommunicator
+from dist_ckpt._comm.store import StoreCommunicator
+from dist_ckpt._saving.publish import was_published
+from dist_ckpt._worker.agreement import commit, stand_in
+from dist_ckpt._worker.hub_client import HubLostError
+from dist_ckpt._worker.saves import GivenUpError
+from dist_ckpt.errors import (
+    AsyncSaveError,
+    CheckpointingException,
+    ConfigError,
+    StorageError,
+    WorkerDiedError,
+)
+from dist_ckpt.storage.commit import forget_trash
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dist_ckpt._saving.plan import PlannedSave
+    from dist_ckpt._worker.orders import Staged
+    from dist_ckpt._worker.submit import HandedOver
+    from dist_ckpt.storage.commit import Attempt
+    from dist_ckpt.types import Communicator
+
+__all__ = ["InFlight", "beside", "outcome"]
+
+logger = logging.getLogger(__name__)
+
+_NOTE_SECS = 30.0
+"""How long to try to leave a note for the other ranks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class InFlight:
+    """A save between its hand-over and its end.
+
+    Attributes:
+        number: 1 for the first of a saver.
+        path: Where the checkpoint shall be.
+        comm: The ranks.
+        started: When it was asked for, by ``time.monotonic``.
+        planned: Its plan.
+        handed: What the worker has; None if it could not be handed over, for the reason ``error``.
+        interrupt: Ctrl-C or the like, to be raised once the others are told.
+        on_settled: Called at the end, on the settler's thread, with None or the failure.
+        given_up: Set when its end is not waited for any more.
+    """
+
+    number: int
+    path: Path
+    comm: Communicator
+    planned: PlannedSave
+    handed: HandedOver | None = None
+    started: float = 0.0
+    error: Exception | None = None
+    interrupt: BaseException | None = None
+    on_settled: Callable[[BaseException | None], None] | None = None
+    given_up: threading.Event = field(default_factory=threading.Event)
+
+
+def beside(
+    comm: Communicator, name: str, timeout_secs: float, stop: threading.Event | None = None
+) -> Communicator:
+    """Return a communicator of the same ranks for another thread than the one that saves.
+
+    ``stop`` ends its waiting once it is set.
+
+    Raises:
+        ConfigError: They do not meet in a store.
+    """
+    if comm.size == 1:
+        return SingleCommunicator()
+    if not isinstance(comm, StoreCommunicator):
+        raise ConfigError(f"background saves need ranks that meet in a store, not {comm!r}.")
+    return comm.beside(name, timeout_secs=timeout_secs, stop=stop)
+
+
+def outcome(save: InFlight) -> BaseException | None:
+    """Wait for the end of a save; return None if it is committed, else what failed."""
+    try:
+        if save.handed is not None:
+            save.handed.save.outcome.result()
+        elif save.error is not None:
+            _stand_in(save, save.error)
+    except (GivenUpError, HubLostError, WorkerDiedError) as error:
+        is_known = save.comm.rank != 0 and isinstance(error, WorkerDiedError)
+        return error if is_known else _looked_up(save, error)
+    except BaseException as error:  # noqa: BLE001 - it is told, not lost
+        return error if save.comm.rank != 0 else _noted(save, error)
+    return None if save.comm.rank != 0 else _noted(save, None)
+
+
+def _stand_in(save: InFlight, error: Exception) -> None:
+    """Say for a worker that was given no order that this rank has failed."""
+    point, failure = save.planned.point, describe_failure(error)
+    try:
+        if point is None or point.rank == 0:
+            # The others wait for a verdict, and write until they have heard it.
+            commit(point, _Withdrawn(save.planned.attempt), failure=failure)
+        else:
+            stand_in(point, failure)
+            return  # the worker had all of it, and the save is committed
+    except HubLostError:
+        raise
+    except CheckpointingException as told:
+        raise told from error
+    raise error
+
+
+@dataclass(frozen=True, slots=True)
+class _Withdrawn:
+    """The order of a rank 0 that could not give one to its worker: it can only be aborted."""
+
+    attempt: Attempt | None
+    commits: bool = True
+
+    @property
+    def target(self) -> str:
+        return "a checkpoint" if self.attempt is None else str(self.attempt.target)
+
+    def write(self, staged: Staged) -> Any:
+        raise NotImplementedError
+
+    def publish(self, reports: Sequence[Any]) -> None:
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        if self.attempt is not None:
+            self.attempt.abort()
+
+
+def _noted(save: InFlight, failure: BaseException | None) -> BaseException | None:
+    """Leave a note of how it ended for ranks that lost their worker's hub. Rank 0."""
+    if save.comm.size > 1:
+        try:
+            notes = beside(save.comm, save.planned.name, _NOTE_SECS)
+            if isinstance(notes, StoreCommunicator):
+                notes.tell("ended", failure)
+            older = beside(save.comm, save.planned.name_of(save.number - 2), _NOTE_SECS)
+            if isinstance(older, StoreCommunicator):
+                older.untell("ended")
+        except Exception as error:  # noqa: BLE001 - only ranks in trouble would have read it
+            logger.warning("the other ranks were not told how %s ended: %s", save.path, error)
+    return failure
+
+
+def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
+    """Find out how a save ended whose commit nobody has told of."""
+    if save.comm.rank == 0:
+        return _noted(save, _decided(save, error))
+    point = save.planned.point
+    # Rank 0 may be stopped, not dead.
+    patience = _NOTE_SECS if point is None else point.timeout_secs
+    try:
+        notes = beside(save.comm, save.planned.name, patience, save.given_up)
+        told: BaseException | None = notes.hear("ended")  # type: ignore[attr-defined]  # of a store
+    except Exception as trouble:  # noqa: BLE001 - rank 0 or the store is gone
+        error.add_note(f"rank 0 did not report how it ended: {trouble}")
+        return _decided(save, error)
+    return told
+
+
+def _decided(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
+    """Decide by the disk, as nobody answers; a stuck worker cannot commit afterwards."""
+    target, directory = save.planned.target, save.planned.directory
+    try:
+        is_committed = was_published(target, directory)
+    except StorageError as obstacle:
+        error.add_note(f"how it ended is not certain: {obstacle}")
+        return error
+    forget_trash(target, directory)
+    if is_committed:
+        logger.warning("%s is committed, although its end was not heard: %s", target, error)
+        return None
+    return error

@@ -1,0 +1,302 @@
+"""From a planned save to one that a worker writes: its bytes are copied, its order is given.
+
+Here: filling the staging memory, at once, under the next forward and backward, or slot by slot. Not
+here: planning (``_saving.plan``), the memory and the copying (``_staging_pool``), the worker
+(``_worker``). Local, on every rank; runs in the training thread.
+
+What fails here is told to all ranks through the worker: they have planned the save already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dist_ckpt._saving.image import FileImage
+from dist_ckpt._staging_pool.arena import Arena
+from dist_ckpt._staging_pool.copying import Copy, CopyPlan
+from dist_ckpt._staging_pool.runs import Run
+from dist_ckpt._worker.format_order import FormatOrder
+from dist_ckpt._worker.orders import FileOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dist_ckpt._saving.plan import PlannedSave
+    from dist_ckpt._staging_pool.copying import Copier, CopyTask
+    from dist_ckpt._staging_pool.pool import Lease, StagingPool
+    from dist_ckpt._worker.orders import Order
+    from dist_ckpt._worker.worker import Worker, WorkerSave
+
+__all__ = ["HandedOver", "Means", "hand_over"]
+
+_SLOTS = 8
+_GENERATIONS = 2
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What a rank stages with."""
+
+    pool: StagingPool
+    copier: Copier
+    worker: Worker
+    overlap: bool
+    timeout_secs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOver:
+    """A save that the worker has.
+
+    Attributes:
+        save: As this process sees it.
+        lease: The staging memory, to be released when the worker has written.
+        task: Copies that go on; None if all is copied.
+        nbytes: Bytes that are copied.
+        failure: What failed while it was staged; all ranks are told.
+    """
+
+    save: WorkerSave
+    lease: Lease
+    task: CopyTask | None
+    nbytes: int
+    failure: BaseException | None = None
+
+    @property
+    def interrupt(self) -> BaseException | None:
+        """Ctrl-C or the like while it was staged, to be raised again."""
+        return None if isinstance(self.failure, Exception) else self.failure
+
+
+def hand_over(planned: PlannedSave, number: int, means: Means) -> HandedOver:
+    """Give the worker its order and stage the bytes. Never raises for a failure to stage.
+
+    Raises:
+        WorkerDiedError: The worker cannot be started, or died just now.
+        BarrierTimeoutError: No memory became free in time.
+    """
+    nbytes = _nbytes(planned)
+    what = f"the save number {number}, in {planned.directory}"
+    lease = means.pool.acquire(max(nbytes, _PAGE), timeout_secs=means.timeout_secs, what=what)
+    try:
+        for key in lease.retired:
+            means.worker.forget_arena(key)
+        if planned.image is None:
+            return _format_save(planned, number, means, lease, nbytes)
+        save = _begin(_file_order(planned), planned, number, means, lease)
+    except BaseException:
+        lease.release()
+        raise
+    task, failure = None, None
+    try:
+        task = _stage(planned, planned.image, save, means, lease)
+    except BaseException as error:  # noqa: BLE001 - all ranks are told; an interrupt is raised again
+        failure = error
+        save.abandon(error)
+    copied = sum(size for _, size in planned.image.names)
+    return HandedOver(save=save, lease=lease, task=task, nbytes=copied, failure=failure)
+
+
+def _nbytes(planned: PlannedSave) -> int:
+    if planned.image is not None:
+        return planned.image.nbytes
+    return Arena.nbytes_for(_source_views(planned))
+
+
+def _begin(
+    order: Order, planned: PlannedSave, number: int, means: Means, lease: Lease
+) -> WorkerSave:
+    return means.worker.begin(
+        number,
+        order,
+        descriptor=lease.arena.descriptor,
+        arena_key=lease.key,
+        nbytes=lease.nbytes,
+        point=planned.point,
+    )
+
+
+def _file_order(planned: PlannedSave) -> FileOrder:
+    assert planned.image is not None  # noqa: S101 - the caller has looked
+    return FileOrder(
+        directory=planned.directory,
+        files=planned.image.names,
+        rank=planned.point.rank if planned.point is not None else 0,
+        publication=planned.publication,
+        destination=str(planned.target),
+        pages=planned.pages,
+    )
+
+
+def _stage(
+    planned: PlannedSave, image: FileImage, save: WorkerSave, means: Means, lease: Lease
+) -> CopyTask | None:
+    if lease.nbytes < image.nbytes:
+        lease.layout = None
+        _stream(image, planned, save, means, lease)
+        return None
+    later = _copy_now(planned, image, means, lease)
+    if later is None:
+        _all_staged(image.runs(), save)
+        return None
+    task = means.copier.start(later)
+    task.add_done_callback(_teller(image.runs(), save))
+    return task
+
+
+@dataclass(frozen=True, slots=True)
+class _Plans:
+    """Copies of live tensors, for one memory: those to make at once, and those that may wait."""
+
+    targets: list[torch.Tensor]
+    now: CopyPlan
+    later: CopyPlan | None
+
+
+def _copy_now(
+    planned: PlannedSave, image: FileImage, means: Means, lease: Lease
+) -> CopyPlan | None:
+    """Make the copies that may not wait; return the others, if there are any."""
+    targets, shards = _laid_out(image, lease), planned.prepared.shards
+    live = planned.prepared.request.live
+    if live is None:
+        means.copier.run(image.copies(targets, shards))
+        return None
+    plans: _Plans | None = live.memo.get(lease.key)
+    if plans is None or plans.targets is not targets:
+        if len(live.memo) > _GENERATIONS:
+            live.memo.clear()  # of memory that is gone
+        copies = image.copies(targets, live.shards)
+        steady = live.steady if means.overlap else frozenset[str]()
+        waiting = [copy for copy in copies if copy.name in steady]
+        plans = live.memo[lease.key] = _Plans(
+            targets,
+            CopyPlan([copy for copy in copies if copy.name not in steady]),
+            CopyPlan(waiting, watches=True) if waiting else None,
+        )
+    means.copier.run(image.copies(targets, shards, first=len(live.shards)))
+    means.copier.run(plans.now)
+    return plans.later
+
+
+def _laid_out(image: FileImage, lease: Lease) -> list[torch.Tensor]:
+    """Return where the payloads go; puts down what is around them if it is not there yet."""
+    found: Any = lease.layout
+    if found is None or found[0] is not image:
+        lease.layout = None  # half a layout is none
+        image.put_frames(lease.arena)
+        lease.layout = found = (image, image.targets(lease.arena))
+    targets: list[torch.Tensor] = found[1]
+    return targets
+
+
+def _all_staged(runs: Sequence[Run], save: WorkerSave) -> None:
+    for run in runs:
+        save.staged(run)
+    save.all_staged()
+
+
+def _teller(runs: Sequence[Run], save: WorkerSave) -> Callable[[BaseException | None], None]:
+    def tell(error: BaseException | None) -> None:
+        if error is not None:
+            save.abandon(error)
+        else:
+            _all_staged(runs, save)
+
+    return tell
+
+
+def _stream(
+    image: FileImage, planned: PlannedSave, save: WorkerSave, means: Means, lease: Lease
+) -> None:
+    """Stage through slots that the worker gives back."""
+    slot_nbytes = max(lease.nbytes // _SLOTS // _PAGE * _PAGE, min(lease.nbytes, _PAGE))
+    free = deque(range(0, lease.nbytes - slot_nbytes + 1, slot_nbytes))
+    out: deque[Run] = deque()
+
+    def take() -> int:
+        if free:
+            return free.popleft()
+        oldest = out.popleft()
+        save.wait_freed(oldest, means.timeout_secs)
+        return oldest.offset
+
+    for run in image.stream(lease.arena, planned.prepared.shards, take, slot_nbytes):
+        out.append(run)
+        save.staged(run)
+    save.all_staged()
+
+
+# -- formats that write by themselves --------------------------------------------------------------
+
+
+def _source_views(planned: PlannedSave) -> list[torch.Tensor]:
+    pending = planned.pending
+    assert pending is not None  # noqa: S101 - there is no image
+    sources = pending.format.sources(pending.assignment.work)
+    views = (planned.prepared.shards.view(number) for number in sorted(sources))
+    return [view for view in views if view is not None]
+
+
+def _format_save(
+    planned: PlannedSave, number: int, means: Means, lease: Lease, nbytes: int
+) -> HandedOver:
+    """Stage tensors for a format that writes by itself.
+
+    A state that does not fit is written now, by this thread; only the commit is the worker's then.
+    """
+    pending = planned.pending
+    assert pending is not None  # noqa: S101 - there is no image
+    lease.layout = None
+    failure: BaseException | None = None
+    order: Order
+    copied = 0
+    try:
+        if lease.nbytes < nbytes:
+            order = _written_now(pending)
+        else:
+            order = _staged_order(pending, means, lease)
+            copied = sum(view.nbytes for view in _source_views(planned))
+    except Exception as error:  # noqa: BLE001 - all ranks are told of it
+        failure = error
+        order = FormatOrder(_without_data(pending), None)
+    save = _begin(order, planned, number, means, lease)
+    if failure is not None:
+        save.abandon(failure)
+    else:
+        save.all_staged()
+    return HandedOver(save=save, lease=lease, task=None, nbytes=copied, failure=failure)
+
+
+def _written_now(pending: Any) -> FormatOrder:
+    pending.write()
+    if isinstance(pending.written, BaseException):
+        raise pending.written
+    return FormatOrder(_without_data(pending), None, pending.written)
+
+
+def _staged_order(pending: Any, means: Means, lease: Lease) -> FormatOrder:
+    sources = pending.format.sources(pending.assignment.work)
+    shards = pending.prepared.shards
+    copies, position = [], 0
+    staged: list[torch.Tensor | None] = [None] * len(shards)
+    for index in sorted(sources):
+        view = shards.view(index)
+        if view is None:
+            continue
+        target = staged[index] = lease.arena.view(position, tuple(view.shape), view.dtype)
+        position += Arena.nbytes_for([view])
+        copies.append(Copy(view, target, shards.table[index].key))
+    means.copier.run(copies)
+    pending.prepared = replace(pending.prepared, shards=shards.with_data(staged))
+    return FormatOrder(pending, lease.arena)
+
+
+def _without_data(pending: Any) -> Any:
+    shards = pending.prepared.shards.without_data()
+    return replace(pending, prepared=replace(pending.prepared, shards=shards))
