@@ -55,12 +55,12 @@ def plan_again(run: Run, tensors: int) -> None:
     import torch
     from contenders.ours import Bag
 
-    from dist_ckpt._saving.plan import AsyncPlanner
+    from dist_ckpt._saving.plan import Planner
     from dist_ckpt.manager import CheckpointManager
     from dist_ckpt.training_state import TrainingState
 
     model = Bag({_key(n): torch.zeros(ROWS, COLUMNS) for n in range(tensors)})
-    plan = AsyncPlanner.plan
+    plan = Planner.plan
 
     def timed(*given: Any, **named: Any) -> Any:
         planned: list[Any] = []
@@ -68,7 +68,7 @@ def plan_again(run: Run, tensors: int) -> None:
         return planned[0]
 
     with (
-        mock.patch.object(AsyncPlanner, "plan", timed),
+        mock.patch.object(Planner, "plan", timed),
         CheckpointManager(run.directory / "job") as manager,
     ):
         for step in range(3):

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,9 +23,9 @@ from dist_ckpt._comm import default_communicator
 from dist_ckpt._comm.hosts import hosts_of_this_rank
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._process.endings import at_exit
-from dist_ckpt._saving.describe import SaveRequest
 from dist_ckpt._saving.describe_live import LiveDescriptions
-from dist_ckpt._saving.plan import AsyncPlanner
+from dist_ckpt._saving.plan import Planner
+from dist_ckpt._saving.request import SaveCall, SaveRequest
 from dist_ckpt._staging_pool.copying import Copier
 from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt._worker.queue import Settler
@@ -232,7 +233,7 @@ class BackgroundSaver:
         self.descriptions = LiveDescriptions()
         self._machinery = _Machinery(self.options, tuple(sinks), timeout_secs)
         self._settler = self._machinery.settler
-        self._planner = AsyncPlanner(self._settler)
+        self._planner = Planner(self._settler)
         self._emit = self._machinery.emit
         self._number = 0
         self._accepted: deque[int] = deque(maxlen=self.options.max_in_flight)
@@ -394,18 +395,19 @@ class BackgroundSaver:
             fmt = new_format(*options.format)
             return SaveRequest(state_dict=sharded_state_dict, format=fmt)
 
-        target = path_to_tell(checkpoint_dir)
-        check = options.verify_sharding
-        self.submit(build, target, options=options, communicator=comm, check_coverage=check)
+        call = SaveCall(
+            build=build,
+            target=path_to_tell(checkpoint_dir),
+            comm=comm,
+            options=options,
+            check_coverage=options.verify_sharding,
+        )
+        self.submit(call)
 
     def submit(
         self,
-        build: Callable[[], SaveRequest],
-        target: Path,
+        call: SaveCall,
         *,
-        options: SaveOptions,
-        communicator: Communicator,
-        check_coverage: bool = True,
         on_settled: Callable[[BaseException | None], None] | None = None,
     ) -> None:
         """Plan, stage and hand over one save. Collective.
@@ -420,19 +422,22 @@ class BackgroundSaver:
         started, limit = time.monotonic(), self.options.max_in_flight
         waited = self._settler.wait_for(
             lambda: self._settler.has_room(limit) and self._settler.has_space(),
-            self._patience(options),
-            f"saving {target}",
+            self._patience(call.options),
+            f"saving {call.target}",
         )
         # The newest may be in flight on some rank; those before have ended on all.
         ended = self._accepted[0] if len(self._accepted) == limit else 0
         self._settler.raise_failures(upto=ended)
         self._number += 1
         common = {
-            "path": str(target), "rank": communicator.rank, "save": self._number, "is_async": True,
-        }  # fmt: skip
+            "path": str(call.target),
+            "rank": call.comm.rank,
+            "save": self._number,
+            "is_async": True,
+        }
         self._emit(SaveStarted(**common))  # type: ignore[arg-type]  # as it says
         try:
-            save = self._begin(build, target, options, communicator, check_coverage)
+            save = self._begin(call)
         except BaseException as error:
             secs = time.monotonic() - started
             self._emit(Failed(**common, secs=secs, phase="planning", error=str(error)))  # type: ignore[arg-type]  # as above
@@ -446,34 +451,23 @@ class BackgroundSaver:
         if save.interrupt is not None:
             raise save.interrupt
 
-    def _begin(
-        self,
-        build: Callable[[], SaveRequest],
-        target: Path,
-        options: SaveOptions,
-        comm: Communicator,
-        check_coverage: bool,  # noqa: FBT001 - private
-    ) -> InFlight:
-        worker = self._worker_of(comm.rank)
+    def _begin(self, call: SaveCall) -> InFlight:
+        comm, worker = call.comm, self._worker_of(call.comm.rank)
 
         def started() -> SaveRequest:
-            # Inside of the exchange: a rank that cannot is told to all.
+            # A part of the request: if one rank cannot, all are told.
             worker.start()
             self._settler.start()
-            return build()
+            return call.build()
 
         planned = self._planner.plan(
-            started,
-            target,
-            comm,
-            options,
-            check_coverage=check_coverage,
+            replace(call, build=started),
             serve=lambda: self._served(worker, comm),
             number=self._number,
         )
-        save = InFlight(number=self._number, path=target, comm=comm, planned=planned)
+        save = InFlight(number=self._number, path=call.target, comm=comm, planned=planned)
         try:
-            save.handed = hand_over(planned, self._number, self._means(worker, options))
+            save.handed = hand_over(planned, self._number, self._means(worker, call.options))
         except Exception as error:  # noqa: BLE001 - all ranks are told when it is settled
             save.error = error
         except BaseException as interrupt:  # noqa: BLE001 - raised when the others are told

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._comm import SingleCommunicator, default_communicator
+from dist_ckpt._comm.outcome import Outcome
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._loading.execute import (
     LoadRequest,
@@ -22,8 +23,11 @@ from dist_ckpt._loading.execute import (
     stored_keys,
 )
 from dist_ckpt._loading.open import check_indexed, open_checkpoint, open_together
-from dist_ckpt._saving.execute import PendingSave, SaveRequest, begin_save
-from dist_ckpt._saving.memory import SaveMemory, run_remembered
+from dist_ckpt._saving.execute import SaveInSteps
+from dist_ckpt._saving.memory import SaveMemory
+from dist_ckpt._saving.plan import Planner
+from dist_ckpt._saving.request import SaveCall, SaveRequest
+from dist_ckpt._saving.save import run_save
 from dist_ckpt._sharding.split import split_for_load, without_marks
 from dist_ckpt._sharding.table import local_shards
 from dist_ckpt._worker.async_request import staged_write
@@ -125,7 +129,6 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
     options, preprocess = options or SaveOptions(), preprocess_common_before_consistancy_check
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
     coverage = validate_access_integrity and options.verify_sharding
-    target = path_to_tell(checkpoint_dir)
 
     def build() -> SaveRequest:
         checked_path(checkpoint_dir)  # an invalid path is raised on every rank
@@ -134,11 +137,17 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
         compares = coverage and (comm.size > 1 or preprocess is not None)
         return replace(request, compares_common=compares, preprocess=preprocess)
 
+    call = SaveCall(
+        build=build,
+        target=path_to_tell(checkpoint_dir),
+        comm=comm,
+        options=options,
+        check_coverage=coverage,
+    )
     if not async_sharded_save:
-        memory = _memory_of(sharded_strategy)
-        run_remembered(memory, build, target, comm, options, check_coverage=coverage)
+        run_save(call, _memory_of(sharded_strategy))
         return None
-    return _later(begin_save(build, target, comm, options, check_coverage=coverage))
+    return _later(SaveInSteps(comm, Planner(remembers=False).plan(call)))
 
 
 def _memory_of(strategy: object) -> SaveMemory | None:
@@ -151,24 +160,25 @@ def _memory_of(strategy: object) -> SaveMemory | None:
     return memory
 
 
-def _later(pending: PendingSave) -> AsyncRequest:
+def _later(save: SaveInSteps) -> AsyncRequest:
     """Return a planned save as a request, with its data copied. Collective."""
-    if isinstance(pending.format, StrategyFormat):
-        return async_request(pending, pending.format)
-    return AsyncRequest(_staged(pending), (), [pending.commit])
+    fmt = save.planned.prepared.request.format
+    if isinstance(fmt, StrategyFormat):
+        return async_request(save, fmt)
+    return AsyncRequest(_staged(save), (), [save.commit])
 
 
-def _staged(pending: PendingSave) -> Callable[[], None]:
+def _staged(save: SaveInSteps) -> Callable[[], None]:
     """Copy what a planned save writes; return what writes it. Never raises: the commit tells."""
     try:
-        write = staged_write(pending)
+        write = staged_write(save)
     except Exception as error:  # noqa: BLE001 - told to all ranks by the commit
-        pending.written = error
-        return pending.write
+        save.written = Outcome(error=error)
+        return save.write
     if write is None:
-        pending.stage()
-        return pending.write
-    pending.forget_data()
+        save.stage()
+        return save.write
+    save.forget_data()
     return write
 
 

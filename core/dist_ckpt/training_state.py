@@ -41,9 +41,10 @@ from dist_ckpt._loading.execute import (
 from dist_ckpt._loading.names import Prefixes, find_prefixes, rename
 from dist_ckpt._loading.open import check_indexed, open_checkpoint, open_together
 from dist_ckpt._saving.describe_live import LiveObjects
-from dist_ckpt._saving.execute import SaveRequest
 from dist_ckpt._saving.in_flight import check_not_in_flight
-from dist_ckpt._saving.memory import SaveMemory, run_remembered
+from dist_ckpt._saving.memory import SaveMemory
+from dist_ckpt._saving.request import SaveCall, SaveRequest
+from dist_ckpt._saving.save import run_save
 from dist_ckpt._sharding.match import describe_unexpected
 from dist_ckpt.derive import (
     load_optimizer_state,
@@ -162,14 +163,17 @@ def save_training_state(
         tree, fmt = _tree(given, rests, documents, comm), new_format(*options.format)
         return SaveRequest(state_dict=tree, format=fmt, live=live)
 
-    target, coverage = path_to_tell(checkpoint_dir), options.verify_sharding
+    call = SaveCall(
+        build=build,
+        target=path_to_tell(checkpoint_dir),
+        comm=comm,
+        options=options,
+        check_coverage=options.verify_sharding,
+    )
     if saver is None:
-        run_remembered(memory, build, target, comm, options, check_coverage=coverage, sinks=sinks)
-        return
-    saver.submit(
-        build, target, options=options, communicator=comm, check_coverage=coverage,
-        on_settled=on_settled,
-    )  # fmt: skip
+        run_save(call, memory, sinks)
+    else:
+        saver.submit(call, on_settled=on_settled)
 
 
 def _tree(

@@ -381,7 +381,7 @@ def test_a_save_in_the_background_fails_on_one_rank(tmp_path: Path) -> None:
 
 GONE = {
     "plan": "dist_ckpt._saving.describe.split_for_save",
-    "write": "dist_ckpt._saving.execute.write_part",
+    "write": "dist_ckpt._saving.save.write_part",
     "open": "dist_ckpt.serialization.open_together",
     "match": "dist_ckpt._loading.execute.split_for_load",
     "read": "dist_ckpt.storage.local._read_all",

@@ -153,7 +153,8 @@ def test_a_rank_that_dies_between_planning_and_writing(
 
 def _view(comm: Communicator) -> object:
     from dist_ckpt._formats.native import new_format
-    from dist_ckpt._saving.describe import SaveRequest, prepare
+    from dist_ckpt._saving.describe import prepare
+    from dist_ckpt._saving.request import SaveRequest
 
     request = SaveRequest(
         state_dict=state(comm.rank, comm.size, 2.0), format=new_format("torch_dist", 1)

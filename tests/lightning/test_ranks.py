@@ -14,8 +14,7 @@ import lightning as L  # noqa: N812 - as its documents write it
 import pytest
 import torch
 
-import dist_ckpt._saving.execute as saving
-import dist_ckpt._saving.memory as remembering
+import dist_ckpt._saving.save as saving
 from dist_ckpt import load_plain_tensors
 from dist_ckpt.derive import model_layout
 from dist_ckpt.derive.protocol import given_entries, model_state
@@ -50,12 +49,10 @@ def train_until(rank: int, world_size: int, layout: str, root: str, accident: st
     trainer = make_trainer(layout, root, max_steps=3, callbacks=[every_3_steps(root)])
     trainer.fit(Tiny(), loader(layout))
     trainer = make_trainer(layout, root, max_steps=9, callbacks=[every_3_steps(root)])
-    # The first save of a plan is written by the one, those that remember it by the other.
     with contextlib.ExitStack() as stack:
-        for place, name in ((saving, "write_part"), (remembering, "_written")):
-            if accident == "killed" or rank == 1:
-                what = kill if accident == "killed" else fail
-                stack.enter_context(mock.patch.object(place, name, what))
+        if accident == "killed" or rank == 1:
+            what = kill if accident == "killed" else fail
+            stack.enter_context(mock.patch.object(saving, "write_part", what))
         trainer.fit(Tiny(), loader(layout), ckpt_path=Path(root, "step=3.ckpt"))
     return trainer.global_step
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dist_ckpt import recovery
-from dist_ckpt._saving import memory as remembering
+from dist_ckpt._saving import save as saving
 from lightning_dist_ckpt import _retention
 from tests._damage import data_file
 from tests._peaks import Peak
@@ -96,7 +96,7 @@ def kill(*_: Any, **__: Any) -> None:
 
 def die_in_a_save(rank: int, world_size: int, root: str) -> None:
     """Be killed while files are written."""
-    with mock.patch.object(remembering, "_written", kill):
+    with mock.patch.object(saving, "write_part", kill):
         train(root)
 
 

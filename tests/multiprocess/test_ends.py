@@ -198,7 +198,8 @@ SCRIPT = """
     nobody = HubAddress(("127.0.0.1",), port=1, token=b"x")
     point = CommitPoint(nobody, "s/1", rank=1, size=2, timeout_secs=600)
     planned = PlannedSave(
-        saver="s", number=1, target=folder / "c", directory=folder / "a", prepared=None, point=point
+        phase="writing", target=folder / "c", directory=folder / "a", rank=1, world_size=2,
+        options=None, prepared=None, saver="s", number=1, point=point,
     )
     save = InFlight(number=1, path=folder / "c", comm=comm, planned=planned, error=OSError("boom"))
     saver._settler.add(save)

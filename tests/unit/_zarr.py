@@ -1,6 +1,6 @@
 """Saves and loads through the zarr formats alone, all ranks one after the other.
 
-Here: the steps that ``_saving.memory.run_remembered`` takes with a format, without documents of others, commit
+Here: the steps that ``_saving.save.run_save`` takes with a format, without documents of others, commit
 or exchanges. Not here: tests.
 """
 

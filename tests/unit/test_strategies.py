@@ -827,8 +827,8 @@ def test_threads_of_a_strategy_stand_before_those_of_the_options(
 ) -> None:
     """A strategy object has a number of its own; a tuple has none."""
     from dist_ckpt import SaveOptions
-    from dist_ckpt._loading import fill as _filling
     from dist_ckpt._formats.torch_dist import write as torch_dist
+    from dist_ckpt._loading import fill as _filling
 
     told: list[int] = []
     for module, name in ((torch_dist, "write_shards"), (_filling, "read_wanted")):

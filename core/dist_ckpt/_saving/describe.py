@@ -1,6 +1,6 @@
 """What a rank brings to a save, taken apart and described, before anything is planned.
 
-Here: ``SaveRequest``, what is made of it on its rank, and the checks over all ranks' descriptions.
+Here: what is made of a request on its rank, and the checks over all ranks' descriptions.
 Not here: the steps of a save (``_saving.execute``). ``prepare`` is local; ``check_views`` runs on
 rank 0.
 """
@@ -29,50 +29,19 @@ from dist_ckpt.validation import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
-    from dist_ckpt._formats.base import SaveFormat
     from dist_ckpt._saving.describe_live import Live
-    from dist_ckpt.types import ShardedStateDict, StateDict
+    from dist_ckpt._saving.request import SaveRequest
+    from dist_ckpt.types import StateDict
 
 __all__ = [
-    "CommonWriter",
     "Prepared",
-    "SaveRequest",
     "check_views",
     "common_backend",
     "prepare",
     "with_values_copied",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class CommonWriter:
-    """Another way to store the common part than ours: called on rank 0 with part and directory."""
-
-    backend: str
-    version: int
-    write: Callable[[StateDict, Path], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """What one rank brings to a save; made inside of an exchange, so that all hear if it fails.
-
-    ``thread_count`` stands before that of the options: a strategy has one of its own.
-    ``live`` are models and optimizers that were described already; what they hold comes before what
-    is in ``state_dict``. ``compares_common`` is whether to warn if the ranks' common parts differ,
-    after ``preprocess`` if it is given.
-    """
-
-    state_dict: ShardedStateDict
-    format: SaveFormat
-    common: CommonWriter | None = None
-    thread_count: int | None = None
-    live: Live | None = None
-    compares_common: bool = False
-    preprocess: Callable[[StateDict], StateDict] | None = None
 
 
 @dataclass(frozen=True, slots=True)

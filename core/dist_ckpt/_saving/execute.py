@@ -1,189 +1,221 @@
-"""A save, step by step: plan together, write alone, commit.
+"""After planning: write on every rank, commit together.
 
-Here: the steps and what is handed from one to the next. Not here: any step's own logic, or what
-lies on disk (``_formats``). Each function says on which rank it runs; two exchanges in all, three
-if ranks hand pieces to each other.
+Here: ``write_part`` and ``commit``, and ``SaveInSteps`` for those who call the steps one by one,
+from several threads. Not here: planning (``_saving.plan``), what lies on disk (``_formats``), the
+rename (``_saving.publish``). Each function says on which rank it runs; the commit is one exchange.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from dist_ckpt._formats.base import SavePlan, WriteJob, Written
+from dist_ckpt._comm.outcome import Outcome, attempt, reduce
+from dist_ckpt._formats.base import Written
 from dist_ckpt._formats.documents import COMMON_FILE
+from dist_ckpt._formats.torch_dist.write import write_durably
 from dist_ckpt._process.gc_pause import collector_paused
-from dist_ckpt._saving.common_parts import compare_common
-from dist_ckpt._saving.describe import (
-    CommonWriter,
-    Prepared,
-    SaveRequest,
-    check_views,
-    common_backend,
-    prepare,
-    with_values_copied,
-)
-from dist_ckpt._saving.publish import all_files, check_target, publish, with_dcp_metadata
-from dist_ckpt._sharding.index import StoredTensor
+from dist_ckpt._saving.describe import common_backend, with_values_copied
+from dist_ckpt._saving.plan import proven, thread_count
+from dist_ckpt._saving.publish import Publication, all_files, publish, with_dcp_metadata
 from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError, StorageError
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.commit import Attempt
 from dist_ckpt.storage.local import is_directory
-from dist_ckpt.storage.page_cache import PagePolicy, num_writers_by_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence, Sized
-    from pathlib import Path
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
-    from dist_ckpt._formats.base import SaveFormat
-    from dist_ckpt._sharding.split import SaveParts
-    from dist_ckpt._sharding.together import JobTable
-    from dist_ckpt.options import SaveOptions
+    from dist_ckpt._saving.plan import Decision, PlannedSave
     from dist_ckpt.types import Communicator
-    from dist_ckpt.validation import RankView
 
-__all__ = [
-    "Assignment",
-    "CommonWriter",
-    "Coordinator",
-    "PendingSave",
-    "SaveRequest",
-    "begin_save",
-    "begin_sharded",
-    "commit_written",
-    "pass_on",
-    "plan_work",
-    "proven",
-    "write_part",
-]
+__all__ = ["SaveInSteps", "commit", "finish", "publication_of", "write_common", "write_part"]
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What one rank has to write, and where.
+def write_part(planned: PlannedSave) -> Written:
+    """Write this rank's files and make them durable. Every rank; no exchange inside."""
+    prepared, directory = planned.prepared, planned.directory
+    request = prepared.request
+    if planned.image is not None:
+        files = planned.image.files
+        if not files:
+            return Written(files={})
+        return Written(
+            files=write_durably(
+                prepared.shards, files, directory,
+                thread_count=thread_count(request, planned.options), rank=planned.rank,
+                pages=planned.pages,
+            )
+        )  # fmt: skip
+    writes_common = request.common is not None and planned.rank == 0
+    if not planned.work and not request.format.is_collective and not writes_common:
+        return Written(files={})
+    if not is_directory(directory):
+        raise StorageError(
+            f"{directory} was made by rank 0 but is not there for rank {planned.rank}.",
+            hint="the checkpoint directory must be on a file system that all ranks share.",
+        )
+    return write_common(planned, request.format.write(planned.job()))
 
-    ``num_writers`` is the number of ranks on this rank's host that write; ``target`` is the path of
-    the checkpoint once it is committed; ``differs`` is whether the ranks' common parts differ.
+
+def write_common(planned: PlannedSave, written: Written) -> Written:
+    """Write the common part another way than ours, if that was asked for. Rank 0.
+
+    Args:
+        planned: The save.
+        written: What this rank has written before.
+
+    Returns:
+        What this rank has written in all.
+    """
+    common = planned.prepared.request.common
+    if common is None or planned.rank != 0:
+        return written
+    common.write(planned.prepared.parts.common, planned.directory)
+    return replace(written, files=None)
+
+
+def commit(
+    comm: Communicator,
+    planned: PlannedSave,
+    written: Outcome[Written],
+    encode: Callable[[Mapping[str, bytes]], dict[str, bytes]] = with_dcp_metadata,
+) -> None:
+    """Commit if all ranks have written; else nothing is committed and every rank raises.
+
+    Collective.
+
+    Args:
+        comm: The ranks.
+        planned: The save.
+        written: What this rank has written, or why it has not.
+        encode: Adds DCP's document to ours.
+    """
+    try:
+        reduce(comm, planned.phase, written, partial(finish, planned, encode=encode))
+    except BaseException:
+        planned.abort()
+        raise
+
+
+def finish(
+    planned: PlannedSave,
+    written: Sequence[Written],
+    encode: Callable[[Mapping[str, bytes]], dict[str, bytes]] = with_dcp_metadata,
+) -> None:
+    """Make the attempt the checkpoint, if it is complete. Rank 0."""
+    decision, options = planned.decision, planned.options
+    if decision is None:
+        raise CoordinationError(f"{planned.target}: rank 0 has no plan to commit.")
+    documents = _documents(planned, decision, written)
+    if options.dcp_metadata:
+        documents = encode(documents)
+    if decision.attempt is None:
+        store = open_store(planned.directory)
+        for name, data in documents.items():
+            store.create(name, data)
+        return
+    publish(
+        decision.attempt,
+        documents,
+        all_files(written, decision.plan, planned.directory),
+        _config(planned),
+        world_size=len(written),
+        include_dir=options.include_dir,
+        dcp_metadata=False,  # if it is wanted, it is among the documents
+    )
+
+
+def publication_of(planned: PlannedSave) -> Publication | None:
+    """Return rank 0's part of the commit, for a worker; None on other ranks."""
+    decision, options = planned.decision, planned.options
+    if decision is None or decision.attempt is None:
+        return None
+    return Publication(
+        attempt=decision.attempt,
+        documents=_documents(planned, decision, ()),
+        files={},
+        config=_config(planned),
+        world_size=planned.world_size,
+        include_dir=options.include_dir,
+        dcp_metadata=options.dcp_metadata,
+    )
+
+
+def _documents(
+    planned: PlannedSave, decision: Decision, written: Sequence[Written]
+) -> dict[str, bytes]:
+    """Return the format's documents, and our common part if the format keeps it. Rank 0."""
+    fmt, common = planned.prepared.request.format, planned.prepared.common
+    if decision.documents is not None:
+        documents = dict(decision.documents)
+    else:
+        with collector_paused():
+            results = proven([one.results for one in written], decision)
+            documents = fmt.documents(results, decision.empty, planned.directory)
+    if common is not None and decision.attempt is not None:
+        documents[COMMON_FILE] = common
+    return documents
+
+
+def _config(planned: PlannedSave) -> CheckpointingConfig:
+    request = planned.prepared.request
+    return CheckpointingConfig(
+        request.format.backend, request.format.version, *common_backend(request)
+    )
+
+
+@dataclass(slots=True)
+class SaveInSteps:
+    """A planned save whose steps are functions of an ``AsyncRequest``.
+
+    ``written`` is what has become of it so far: a step that fails keeps its error, later steps do
+    nothing, and the commit tells all ranks.
     """
 
-    directory: Path
-    work: object
-    passes_on: bool
-    num_writers: int = 1
-    target: Path | None = None
-    differs: bool = False
-
-    def pages(self, options: SaveOptions) -> PagePolicy:
-        """Return the policy for the pages of this rank's files."""
-        return PagePolicy(options.page_cache, self.num_writers, self.target)
-
-
-@dataclass(slots=True)
-class Coordinator:
-    """What rank 0 remembers between the exchanges."""
-
-    attempt: Attempt | None = None
-    plan: SavePlan | None = None
-    empty: dict[str, StoredTensor] = field(default_factory=dict)
-
-    def abort(self) -> None:
-        """Remove the attempt, if one is open here: nobody would ever finish it."""
-        if self.attempt is not None:
-            self.attempt.abort()
-
-
-@dataclass(slots=True)
-class PendingSave:
-    """A save that is planned: ``write`` on every rank, from any thread, then ``commit``."""
-
-    phase: str
     comm: Communicator
-    options: SaveOptions
-    prepared: Prepared
-    assignment: Assignment
-    coordinator: Coordinator
-    finish: Callable[[Sequence[Written]], None]
-    written: Written | BaseException | None = None
+    planned: PlannedSave
+    written: Outcome[Written] | None = None
 
     @property
-    def directory(self) -> Path:
-        """Where this save writes."""
-        return self.assignment.directory
-
-    @property
-    def parts(self) -> SaveParts:
-        """This rank's state dict, taken apart."""
-        return self.prepared.parts
-
-    @property
-    def format(self) -> SaveFormat:
-        """How it is laid out."""
-        return self.prepared.request.format
+    def has_failed(self) -> bool:
+        """Whether a step has failed on this rank."""
+        return self.written is not None and self.written.error is not None
 
     def stage(self) -> None:
-        """Copy the data, so that the caller may change it before ``write``.
-
-        What goes wrong is kept for ``commit``, which tells all ranks.
-        """
-        try:
-            sources, shards = self.format.sources(self.assignment.work), self.prepared.shards
-            data: list[torch.Tensor | None] = [None] * len(shards)
-            for number in sources:
-                view = shards.view(number)
-                data[number] = None if view is None else view.clone()
-            self.prepared = replace(self.prepared, shards=shards.with_data(data))
-            self.stage_values()
-        except Exception as error:  # noqa: BLE001 - told to all ranks by `commit`
-            self.written = error
-
-    def forget_data(self) -> None:
-        """Let go of the data: it was copied elsewhere."""
-        self.prepared = replace(self.prepared, shards=self.prepared.shards.without_data())
+        """Copy the data, so that the caller may change it before ``write``."""
+        copied = attempt(_with_data_copied, self.planned)
+        if copied.error is not None:
+            self.written = Outcome(error=copied.error)
+        else:
+            self.planned = copied.get()
 
     def stage_values(self) -> None:
         """Copy the common part and the objects, for those who write them later than now."""
-        self.prepared = with_values_copied(self.prepared)
+        self.planned = replace(self.planned, prepared=with_values_copied(self.planned.prepared))
+
+    def forget_data(self) -> None:
+        """Let go of the data: it was copied elsewhere."""
+        self.planned = without_data(self.planned)
 
     def write(self) -> None:
-        """Write this rank's part; what goes wrong is kept for ``commit``. No exchange inside."""
-        if isinstance(self.written, BaseException):
-            return
-        self.keep(lambda: write_part(self.prepared, self.assignment, self.comm.rank, self.options))
-
-    def write_common(self, written: Written) -> Written:
-        """Write the common part, for those who do not call ``write``; return what was written."""
-        return _with_common(written, self.prepared, self.directory, self.comm.rank)
-
-    def keep(self, do: Callable[[], Written]) -> None:
-        """Do something in place of ``write``, and keep its result or error for ``commit``."""
-        try:
-            self.written = do()
-        except BaseException as error:  # noqa: BLE001 - told to all ranks by `commit`
-            self.written = error
+        """Write this rank's part. From any thread; no exchange inside."""
+        if not self.has_failed:
+            self.written = attempt(write_part, self.planned)
 
     def agree(self, number: int = 0) -> int:
-        """Raise on every rank if something has failed on one; return the largest ``number``.
+        """Raise on every rank if a step has failed on one; return the largest ``number``.
 
         Collective.
         """
-
-        def local() -> int:
-            _result(self.written)
-            return number
-
-        def largest(numbers: Sequence[int]) -> int:
-            return max(numbers)
-
+        own = self._result().then(lambda _: number)
         try:
-            return self.comm.map_reduce(self.phase, local, largest)
+            return reduce(self.comm, self.planned.phase, own, max)
         except BaseException:
-            self.coordinator.abort()
+            self.planned.abort()
             raise
 
     def commit(self) -> None:
@@ -191,229 +223,24 @@ class PendingSave:
 
         Collective.
         """
-        try:
-            self.comm.map_reduce(self.phase, lambda: _result(self.written), self.finish)
-        except BaseException:
-            self.coordinator.abort()
-            raise
+        commit(self.comm, self.planned, self._result())
+
+    def _result(self) -> Outcome[Written]:
+        never = CoordinationError("the commit of a save that was never written.")
+        return Outcome(error=never) if self.written is None else self.written
 
 
-def begin_save(
-    build: Callable[[], SaveRequest],
-    target: Path,
-    comm: Communicator,
-    options: SaveOptions,
-    *,
-    check_coverage: bool,
-) -> PendingSave:
-    """Plan a save and open its attempt. Collective.
-
-    ``build`` makes this rank's request inside the first exchange, so that what it raises on one
-    rank is raised on all.
-    """
-    prepared = functools.cache(lambda: prepare(build(), comm.rank))
-    coordinator = Coordinator()
-
-    def place() -> Path:
-        check_target(target, options)
-        coordinator.attempt = Attempt.begin(target, options.staging_dir)
-        return coordinator.attempt.directory
-
-    assignment = _planned(
-        f"planning the save to {target}", prepared, place, coordinator, comm,
-        check_coverage=check_coverage,
-    )  # fmt: skip
-    pending = PendingSave(
-        f"writing {target}", comm, options, prepared(), assignment, coordinator,
-        lambda written: commit_written(written, pending.prepared, coordinator, options),
-    )  # fmt: skip
-    pass_on(pending)
-    return pending
+def _with_data_copied(planned: PlannedSave) -> PlannedSave:
+    prepared, shards = planned.prepared, planned.prepared.shards
+    data: list[torch.Tensor | None] = [None] * len(shards)
+    for number in prepared.request.format.sources(planned.work):
+        view = shards.view(number)
+        data[number] = None if view is None else view.clone()
+    prepared = replace(prepared, shards=shards.with_data(data))
+    return replace(planned, prepared=with_values_copied(prepared))
 
 
-def begin_sharded(
-    build: Callable[[], SaveRequest], directory: Path, comm: Communicator, options: SaveOptions
-) -> PendingSave:
-    """Plan to write the sharded part alone into an existing directory. Collective.
-
-    Its ``commit`` writes the format's own documents, no manifest and no marker.
-    """
-    prepared = functools.cache(lambda: prepare(build(), comm.rank))
-    coordinator = Coordinator()
-
-    def finish(written: Sequence[Written]) -> None:
-        fmt, store = prepared().request.format, open_store(directory)
-        results = proven([one.results for one in written], coordinator)
-        documents = fmt.documents(results, coordinator.empty, directory)
-        if options.dcp_metadata:
-            documents = with_dcp_metadata(documents)
-        for name, data in documents.items():
-            store.create(name, data)
-
-    phase = f"planning the save of shards to {directory}"
-    assignment = _planned(
-        phase, prepared, lambda: directory, coordinator, comm, check_coverage=False
-    )
-    pending = PendingSave(
-        f"writing shards to {directory}", comm, options, prepared(), assignment, coordinator, finish
-    )
-    pass_on(pending)
-    return pending
-
-
-def _planned(
-    phase: str,
-    prepared: Callable[[], Prepared],
-    place: Callable[[], Path],
-    coordinator: Coordinator,
-    comm: Communicator,
-    *,
-    check_coverage: bool,
-) -> Assignment:
-    """Describe, check and share out. Collective; ``place`` runs on rank 0."""
-
-    def plan(views: Sequence[RankView]) -> list[Assignment]:
-        with collector_paused():
-            job = check_views(views, check_coverage=check_coverage)
-            hosts = [view.host for view in views]
-            work = plan_work(job, place(), prepared().request.format, coordinator, hosts)
-            differs = len({view.common for view in views}) > 1
-            return [replace(assignment, differs=True) for assignment in work] if differs else work
-
-    try:
-        assignment = comm.map_scatter(phase, lambda: prepared().view, plan)
-        if assignment.differs:
-            compare_common(comm, prepared().compared or {})
-    except BaseException:
-        # Also on Ctrl-C: an attempt that nobody finishes must not stay behind.
-        coordinator.abort()
-        raise
-    return assignment
-
-
-def pass_on(pending: PendingSave) -> None:
-    """Let ranks put down what others will write. Collective, if the plan says so."""
-    if not pending.assignment.passes_on:
-        return
-    prepared, assignment = pending.prepared, pending.assignment
-    try:
-        pending.comm.map_reduce(
-            f"passing on pieces in {pending.directory}",
-            lambda: prepared.request.format.pass_on(
-                _job(prepared, assignment, pending.comm.rank, pending.options)
-            ),
-            lambda _: None,
-        )
-    except BaseException:
-        pending.coordinator.abort()
-        raise
-
-
-def plan_work(
-    job: JobTable,
-    directory: Path,
-    fmt: SaveFormat,
-    coordinator: Coordinator,
-    hosts: Sequence[str],
-) -> list[Assignment]:
-    """Share out the work. Rank 0."""
-    plan = coordinator.plan = fmt.plan(job, directory)
-    for row in np.flatnonzero((job.sizes[2] == 0).any(axis=1)).tolist():
-        info = job.views[job.rank[row]][job.index[row]]
-        coordinator.empty[info.key] = StoredTensor(info.dtype, info.global_shape, (), info.role)
-    attempt = coordinator.attempt
-    target = attempt.target if attempt is not None else directory
-    return [
-        Assignment(directory, work, plan.passes_on, num_writers, target)
-        for work, num_writers in zip(plan.work, num_writers_by_rank(hosts, plan.work), strict=True)
-    ]
-
-
-def _job(prepared: Prepared, assignment: Assignment, rank: int, options: SaveOptions) -> WriteJob:
-    return WriteJob(
-        parts=prepared.parts,
-        shards=prepared.shards,
-        work=assignment.work,
-        directory=assignment.directory,
-        rank=rank,
-        thread_count=prepared.request.thread_count or options.thread_count,
-        pages=assignment.pages(options),
-    )
-
-
-def write_part(
-    prepared: Prepared, assignment: Assignment, rank: int, options: SaveOptions
-) -> Written:
-    """Write this rank's files and make them durable. Every rank."""
-    directory, fmt, common = assignment.directory, prepared.request.format, prepared.request.common
-    if not assignment.work and not fmt.is_collective and (common is None or rank != 0):
-        return Written(files={})
-    if not is_directory(directory):
-        raise StorageError(
-            f"{directory} was made by rank 0 but is not there for rank {rank}.",
-            hint="the checkpoint directory must be on a file system that all ranks share.",
-        )
-    written = fmt.write(_job(prepared, assignment, rank, options))
-    return _with_common(written, prepared, directory, rank)
-
-
-def _with_common(written: Written, prepared: Prepared, directory: Path, rank: int) -> Written:
-    """Write the common part another way than ours, if that was asked for. Rank 0."""
-    common = prepared.request.common
-    if common is None or rank != 0:
-        return written
-    common.write(prepared.parts.common, directory)
-    return replace(written, files=None)
-
-
-def _result(written: Written | BaseException | None) -> Written:
-    if isinstance(written, BaseException):
-        raise written
-    if written is None:
-        raise CoordinationError("the commit of a save that was never written.")
-    return written
-
-
-def proven(results: Sequence[Sized], coordinator: Coordinator) -> Any:
-    """Return what all ranks wrote as the format's documents take it. Rank 0.
-
-    Args:
-        results: What each rank has told, in rank order.
-        coordinator: Has the plan.
-
-    Raises:
-        CoordinationError: Something is missing.
-    """
-    plan, count = coordinator.plan, sum(map(len, results))
-    if plan is None or count != plan.num_results:
-        planned = plan.num_results if plan is not None else 0
-        raise CoordinationError(f"{planned} chunks were planned, {count} written")
-    return plan.combined(results)
-
-
-def commit_written(
-    written: Sequence[Written],
-    prepared: Prepared,
-    coordinator: Coordinator,
-    options: SaveOptions,
-) -> None:
-    """Make the attempt the checkpoint, if it is complete. Rank 0."""
-    attempt, plan = coordinator.attempt, coordinator.plan
-    if attempt is None or plan is None:
-        raise CoordinationError("a commit without an attempt")
-    fmt = prepared.request.format
-    with collector_paused():
-        results = proven([one.results for one in written], coordinator)
-        documents = fmt.documents(results, coordinator.empty, attempt.directory)
-    if prepared.common is not None:
-        documents[COMMON_FILE] = prepared.common
-    publish(
-        attempt,
-        documents,
-        all_files(written, plan, attempt.directory),
-        CheckpointingConfig(fmt.backend, fmt.version, *common_backend(prepared.request)),
-        world_size=len(written),
-        include_dir=options.include_dir,
-        dcp_metadata=options.dcp_metadata,
-    )
-    coordinator.attempt = None
+def without_data(planned: PlannedSave) -> PlannedSave:
+    """Return the save without the tensors."""
+    prepared = planned.prepared
+    return replace(planned, prepared=replace(prepared, shards=prepared.shards.without_data()))

@@ -1,82 +1,113 @@
-"""Planning that remembers: the part of a background save that the training thread pays for.
+"""Planning: what each rank writes, agreed by all ranks before the first byte.
 
-Here: ``AsyncPlanner``, which plans a save with all ranks, and plans anew only what has changed;
-saves that wait use it too (``_saving.memory``). Not here: copying and handing over
-(``_worker.submit``), what the worker does (``_worker``), the order of saves (``background``).
-See docs/decisions/0017-background-saves.md and 0028-planning-in-columns.md.
+Here: ``Planner``, for saves that block, that are written in the background, and of strategies. One
+exchange: every rank describes its shards, rank 0 checks them, opens the attempt and tells each rank
+its work. Not here: describing (``_saving.describe``), writing and committing (``_saving.execute``).
+See docs/decisions/0028-planning-in-columns.md and 0040-one-planner.md.
+
+A planner that remembers lays the files of a new plan out at once, which takes a second exchange. If
+the next save has the same descriptions on every rank, one exchange of 12 bytes a rank is all.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from dist_ckpt._formats.documents import COMMON_FILE
+import numpy as np
+
+from dist_ckpt._comm.outcome import Outcome, agree, attempt, scatter
+from dist_ckpt._formats.base import SavePlan, WriteJob
 from dist_ckpt._formats.objects import Room
 from dist_ckpt._formats.torch_dist.format import TorchDistFormat
 from dist_ckpt._formats.torch_dist.layout import rank_chunks
+from dist_ckpt._process.gc_pause import collector_paused
 from dist_ckpt._saving.common_parts import compare_common
-from dist_ckpt._saving.describe import Prepared, check_views, common_backend, prepare
-from dist_ckpt._saving.execute import (
-    Assignment,
-    Coordinator,
-    PendingSave,
-    pass_on,
-    plan_work,
-    proven,
-)
+from dist_ckpt._saving.describe import Prepared, check_views, prepare
 from dist_ckpt._saving.image import FileImage
-from dist_ckpt._saving.publish import CommitPoint, Publication, check_target
-from dist_ckpt.core import CheckpointingConfig
+from dist_ckpt._saving.publish import CommitPoint, check_target
+from dist_ckpt._sharding.index import StoredTensor
 from dist_ckpt.errors import CoordinationError
 from dist_ckpt.storage.commit import Attempt
-from dist_ckpt.storage.page_cache import PagePolicy
+from dist_ckpt.storage.page_cache import PagePolicy, num_writers_by_rank
 from dist_ckpt.validation import RankView
 
 if TYPE_CHECKING:
+    from collections.abc import Sized
+    from typing import Any
+
     from dist_ckpt._formats.torch_dist.layout import RankChunks
-    from dist_ckpt._saving.describe import SaveRequest
     from dist_ckpt._saving.in_flight import Writer
+    from dist_ckpt._saving.request import SaveCall, SaveRequest
+    from dist_ckpt._sharding.together import JobTable
     from dist_ckpt._worker.hub import HubAddress
     from dist_ckpt.options import SaveOptions
-    from dist_ckpt.types import Communicator
 
-__all__ = ["AsyncPlanner", "PlannedSave"]
+__all__ = ["Decision", "PlannedSave", "Planner", "proven"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What rank 0 has decided, and keeps for the commit.
+
+    Attributes:
+        plan: Of the format.
+        empty: Tensors without elements, of which nobody writes anything.
+        attempt: The attempt; None if the caller's own directory is written into.
+        documents: The format's documents, if the files were laid out while planning.
+    """
+
+    plan: SavePlan
+    empty: Mapping[str, StoredTensor]
+    attempt: Attempt | None = None
+    documents: Mapping[str, bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSave:
-    """What one rank has to write, and where all meet.
+    """A save that all ranks have planned, as one rank has it: what is left is to write and commit.
 
     Attributes:
-        saver: Name of the saver, the same on all ranks.
-        number: Of the save, within the saver.
-        target: Where the checkpoint shall be.
-        directory: The attempt directory.
+        phase: What the ranks do next, for messages.
+        target: Where the checkpoint shall be, as rank 0 resolves it.
+        directory: Where its files are written.
+        rank: This rank.
+        world_size: Number of ranks.
+        options: Choices.
         prepared: This rank's shards.
-        point: Where the workers of all ranks meet; None for one rank.
-        image: What is written, for data files that are made of bytes alone.
-        publication: Rank 0's part of the commit of such files.
-        pending: The planned save, for other formats.
-        attempt: The attempt; rank 0 only.
-        pages: What becomes of the pages of what is written, for data files.
+        work: What this rank has to write; only the format looks inside.
+        pages: What becomes of the pages of what is written.
+        image: This rank's files, if they are made of bytes alone and laid out already.
+        decision: Rank 0's; None elsewhere.
+        saver: Name of the planner, the same on all ranks.
+        number: Of the save, within the planner.
+        point: Where the workers of all ranks meet; None for one rank, and for saves that block.
     """
 
-    saver: str
-    number: int
+    phase: str
     target: Path
     directory: Path
+    rank: int
+    world_size: int
+    options: SaveOptions
     prepared: Prepared
-    point: CommitPoint | None
-    image: FileImage | None = None
-    publication: Publication | None = None
-    pending: PendingSave | None = None
-    attempt: Attempt | None = None
+    work: object = None
     pages: PagePolicy = PagePolicy()  # noqa: RUF009 - frozen
+    image: FileImage | None = None
+    decision: Decision | None = None
+    saver: str = ""
+    number: int = 0
+    point: CommitPoint | None = None
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The attempt; None on other ranks than 0, and for a directory of the caller's."""
+        return None if self.decision is None else self.decision.attempt
 
     @property
     def name(self) -> str:
@@ -84,8 +115,30 @@ class PlannedSave:
         return self.name_of(self.number)
 
     def name_of(self, number: int) -> str:
-        """Return the name of another save of the same saver."""
+        """Return the name of another save of the same planner."""
         return f"{self.saver}/{number}"
+
+    def job(self) -> WriteJob:
+        """Return what the format is given to write."""
+        return WriteJob(
+            parts=self.prepared.parts,
+            shards=self.prepared.shards,
+            work=self.work,
+            directory=self.directory,
+            rank=self.rank,
+            thread_count=thread_count(self.prepared.request, self.options),
+            pages=self.pages,
+        )
+
+    def abort(self) -> None:
+        """Remove the attempt, if it is this rank's: nobody would ever finish it."""
+        if self.attempt is not None:
+            self.attempt.abort()
+
+
+def thread_count(request: SaveRequest, options: SaveOptions) -> int:
+    """Return how many files or requests a rank writes at a time; a strategy says it for itself."""
+    return request.thread_count or options.thread_count
 
 
 _Arrival: TypeAlias = "tuple[int, RankView | bytes | None]"
@@ -96,307 +149,347 @@ name of a class it would be twice as long."""
 
 @dataclass(frozen=True, slots=True)
 class _Departure:
-    """What a rank is told: what to write, None for what it remembers; or to tell all again."""
+    """What a rank is told.
 
-    plan: int
+    Attributes:
+        number: Of the plan; no number comes twice.
+        directory: Where to write; None if every rank shall send its description.
+        work: What to write; None for what this rank remembers.
+        passes_on: Whether ranks hand pieces to each other before they write.
+        num_writers: Ranks of this rank's host that write.
+        address: Where the workers meet.
+        saver: Name of rank 0's planner.
+        differs: Whether the ranks' common parts differ.
+        decision: For rank 0 alone, as are ``views``, the descriptions of all ranks.
+    """
+
+    number: int
     directory: Path | None = None
-    assignment: Assignment | None = None
+    work: object = None
+    passes_on: bool = False
+    num_writers: int = 1
     address: HubAddress | None = None
     saver: str = ""
     differs: bool = False
+    decision: Decision | None = None
+    views: tuple[RankView, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     """The plan of the save before, as far as it concerns this rank.
 
-    ``num_writers``: ranks of this rank's host that write. ``views`` and ``documents`` are rank 0's.
+    ``kind`` is what it depends on besides the descriptions; ``views`` and ``decision`` are rank
+    0's.
     """
 
-    plan: int
+    number: int
     kind: tuple[object, ...]
     view: RankView
     image: FileImage
-    num_writers: int = 1
-    views: tuple[RankView, ...] = ()
-    documents: dict[str, bytes] | None = None
+    num_writers: int
+    views: tuple[RankView, ...]
+    decision: Decision | None
 
 
-class AsyncPlanner:
-    """Plans one save after the other; collective over all ranks, from the training thread.
+class Planner:
+    """Plans one save after the other; collective over all ranks.
 
     The plan of the save before is taken again only if every rank says that its description is the
-    same, element by element: then one small exchange is all there is.
+    same, element by element.
 
     Args:
         writer: The writer of the planned saves, if they are written in the background.
+        remembers: Whether to keep plans, and to lay files out for that.
     """
 
-    def __init__(self, writer: Writer | None = None) -> None:
+    def __init__(self, writer: Writer | None = None, *, remembers: bool = True) -> None:
         """Start without a plan."""
-        self.writer = writer
+        self.writer, self.remembers = writer, remembers
         self.name = secrets.token_hex(8)
-        self._known: _Known | None = None
-        self._room = Room()
+        self.known: _Known | None = None
+        self.room = Room()
 
     def plan(
         self,
-        build: Callable[[], SaveRequest],
-        target: Path,
-        comm: Communicator,
-        options: SaveOptions,
+        call: SaveCall,
         *,
-        check_coverage: bool,
-        serve: Callable[[], HubAddress | None],
-        number: int,
+        serve: Callable[[], HubAddress | None] = lambda: None,
+        number: int = 0,
     ) -> PlannedSave:
         """Plan a save and open its attempt.
 
         Args:
-            build: Makes this rank's request, inside of the exchange.
-            target: Where the checkpoint shall be.
-            comm: The ranks.
-            options: Choices.
-            check_coverage: Whether main replicas must tile every tensor.
+            call: What is asked for.
             serve: Returns where workers meet; called on rank 0.
             number: Of this save, the same on all ranks.
 
         Raises:
             CheckpointingException: On every rank, whatever failed on any; no attempt is left.
         """
-        step = _Step(self, build, target, comm, options, check_coverage, serve, number)
+        step = _Step(self, _with_absolute_include(call), serve, number)
         try:
             return step.run()
         except BaseException:
             # Also on Ctrl-C: an attempt that nobody finishes must not stay behind.
-            step.coordinator.abort()
+            if step.opened is not None:
+                step.opened.abort()
             raise
 
-    def remember(self, known: _Known | None) -> None:
-        """Take this as the plan of the save before."""
-        self._known = known
 
-    @property
-    def known(self) -> _Known | None:
-        """The plan of the save before."""
-        return self._known
-
-    @property
-    def room(self) -> Room:
-        """How long documents are made."""
-        return self._room
+def _with_absolute_include(call: SaveCall) -> SaveCall:
+    """Return the call with a path that a worker finds too, whose working directory may differ."""
+    if call.options.include_dir is None:
+        return call
+    include_dir = Path(os.path.abspath(call.options.include_dir))  # noqa: PTH100 - resolve() would follow a link
+    return replace(call, options=replace(call.options, include_dir=include_dir))
 
 
 @dataclass(slots=True)
 class _Step:
-    """One planning: what its exchanges share."""
+    """One planning. ``opened`` is the attempt of rank 0, to be removed if the planning fails."""
 
-    planner: AsyncPlanner
-    build: Callable[[], SaveRequest]
-    target: Path
-    comm: Communicator
-    options: SaveOptions
-    check_coverage: bool
+    planner: Planner
+    call: SaveCall
     serve: Callable[[], HubAddress | None]
     number: int
-    coordinator: Coordinator = field(default_factory=Coordinator)
-    views: tuple[RankView, ...] = ()
-    prepared: Prepared | None = None
-
-    def _prepared(self) -> Prepared:
-        if self.prepared is None:
-            self.prepared = prepare(self.build(), self.comm.rank, self.planner.room)
-        return self.prepared
+    opened: Attempt | None = field(default=None, init=False)
 
     def run(self) -> PlannedSave:
-        told = self._exchange(tell_all=False)
+        own = attempt(self._prepare)
+        told = self._exchange(own, tell_all=False)
         if told.directory is None:
-            told = self._exchange(tell_all=True)
+            told = self._exchange(own, tell_all=True)
         if told.directory is None:
-            raise CoordinationError(f"planning the save to {self.target}: nobody told of a plan.")
-        prepared, known = self._prepared(), self.planner.known
+            raise CoordinationError(
+                f"planning the save to {self.call.target}: nobody told of a plan."
+            )
+        prepared = own.get()
         if told.differs:
-            compare_common(self.comm, prepared.compared or {})
-        point = self._point(told)
-        if not _is_plain(prepared.request):
-            return self._other(told, prepared, point)
-        if told.assignment is not None:
-            self.planner.remember(None)  # until all ranks have come through
-            known = self._known_anew(told, prepared)
-            self.planner.remember(known)
+            compare_common(self.call.comm, prepared.compared or {})
+        planned = self._planned(told, prepared)
+        if told.passes_on:
+            phase = f"passing on pieces in {told.directory}"
+            agree(self.call.comm, phase, attempt(prepared.request.format.pass_on, planned.job()))
+        if not self._is_laid_out(prepared.request):
+            return planned
+        known = self.planner.known
+        if told.work is not None:
+            self.planner.known = None  # until all ranks have come through
+            known = self.planner.known = self._laid_out(told, planned)
         assert known is not None  # noqa: S101 - rank 0 has compared the numbers of the plans
-        return PlannedSave(
-            saver=told.saver,
-            number=self.number,
-            target=self._absolute(told.directory),
-            directory=told.directory,
-            prepared=prepared,
-            point=point,
-            image=known.image,
-            publication=self._publication(known, prepared),
-            attempt=self.coordinator.attempt,
-            pages=PagePolicy(self.options.page_cache, known.num_writers, self.target),
-        )
+        decision = planned.decision
+        if decision is not None and known.decision is not None:
+            decision = replace(known.decision, attempt=decision.attempt)
+        pages = replace(planned.pages, num_writers=known.num_writers)
+        return replace(planned, image=known.image, decision=decision, pages=pages)
 
-    def _exchange(self, *, tell_all: bool) -> _Departure:
-        return self.comm.map_scatter(
-            f"planning the save to {self.target}", lambda: self._arrive(tell_all=tell_all),
-            self._depart,
-        )  # fmt: skip
+    def _prepare(self) -> Prepared:
+        return prepare(self.call.build(), self.call.comm.rank, self.planner.room)
 
-    def _arrive(self, *, tell_all: bool) -> _Arrival:
-        prepared, known = self._prepared(), self.planner.known
+    def _is_laid_out(self, request: SaveRequest) -> bool:
+        return self.planner.remembers and is_made_of_bytes(request)
+
+    # -- the exchange
+
+    def _exchange(self, own: Outcome[Prepared], *, tell_all: bool) -> _Departure:
+        what = "the save of shards" if self.call.shards_only else "the save"
+        phase = f"planning {what} to {self.call.target}"
+        arrival = own.then(partial(self._arrive, tell_all=tell_all))
+        return scatter(self.call.comm, phase, arrival, lambda told: self._depart(told, own.get()))
+
+    def _arrive(self, prepared: Prepared, *, tell_all: bool) -> _Arrival:
+        known = self.planner.known
         if known is None:
             return 0, prepared.view
         is_same = (
-            _is_plain(prepared.request)
+            self._is_laid_out(prepared.request)
             and known.kind == self._kind(prepared)
             and known.view == prepared.view
         )
         if is_same and not tell_all:
-            return known.plan, prepared.view.common or None
-        return known.plan, prepared.view
+            return known.number, prepared.view.common or None
+        return known.number, prepared.view
 
-    def _depart(self, found: Sequence[_Arrival]) -> list[_Departure]:
+    def _depart(self, found: Sequence[_Arrival], prepared: Prepared) -> list[_Departure]:
         """Take the plan that is known, or make one. Rank 0."""
-        arrivals = [(n, one if isinstance(one, RankView) else None) for n, one in found]
-        common = {one.common if isinstance(one, RankView) else one or b"" for _, one in found}
-        differs = len(common) > 1
+        arrivals = [
+            (number, told if isinstance(told, RankView) else None) for number, told in found
+        ]
+        digests = {told.common if isinstance(told, RankView) else told or b"" for _, told in found}
         known = self.planner.known
         if known is not None and not known.views:
             known = None  # of a plan that another process has made, as rank 0
-        number = known.plan if known is not None else 0
-        if any(plan != number and view is None for plan, view in arrivals):
+        number = known.number if known is not None else 0
+        if any(theirs != number and view is None for theirs, view in arrivals):
             return [_Departure(0) for _ in arrivals]
+        views: tuple[RankView, ...] = ()
         if known is not None and all(view is None for _, view in arrivals):
-            directory = self._begin()
-            told = _Departure(number, directory, None, self.serve(), self.planner.name, differs)
-            return [told for _ in arrivals]
-        remembered = known.views if known is not None else ()
-        views = tuple(
-            view if view is not None else remembered[rank]
-            for rank, (_, view) in enumerate(arrivals)
-        )
-        job = check_views(views, check_coverage=self.check_coverage)
-        directory = self._begin()
-        work = plan_work(
-            job, directory, self._prepared().request.format, self.coordinator,
-            [view.host for view in views],
-        )  # fmt: skip
-        self.views = views
-        address = self.serve()
-        # No number comes twice, so that nobody takes another plan for the one he remembers.
-        number = secrets.randbits(62) + 1
-        return [
-            _Departure(number, directory, assignment, address, self.planner.name, differs)
-            for assignment in work
+            departures = [_Departure(number, self._begin())] * len(arrivals)
+            decision = known.decision
+        else:
+            remembered = known.views if known is not None else ()
+            views = tuple(
+                view if view is not None else remembered[rank]
+                for rank, (_, view) in enumerate(arrivals)
+            )
+            departures, decision = self._share_out(views, prepared)
+        assert decision is not None  # noqa: S101 - this is rank 0
+        address, differs = self.serve(), len(digests) > 1
+        departures = [
+            replace(told, address=address, saver=self.planner.name, differs=differs)
+            for told in departures
         ]
+        decision = replace(decision, attempt=self.opened)
+        departures[0] = replace(departures[0], decision=decision, views=views)
+        return departures
+
+    def _share_out(
+        self, views: Sequence[RankView], prepared: Prepared
+    ) -> tuple[list[_Departure], Decision]:
+        """Check the descriptions of all ranks, open the attempt, share out the work. Rank 0."""
+        with collector_paused():
+            job = check_views(views, check_coverage=self.call.check_coverage)
+            directory = self._begin()
+            plan = prepared.request.format.plan(job, directory)
+            decision = Decision(plan=plan, empty=_without_elements(job))
+        # No number comes twice, so that nobody takes another plan for the one that he remembers.
+        number = secrets.randbits(62) + 1
+        writers = num_writers_by_rank([view.host for view in views], plan.work)
+        departures = [
+            _Departure(number, directory, work, plan.passes_on, num_writers)
+            for work, num_writers in zip(plan.work, writers, strict=True)
+        ]
+        return departures, decision
 
     def _begin(self) -> Path:
-        if self.options.include_dir is not None:
-            # Named by this process's working directory, found by the worker from its own.
-            include_dir = Path(os.path.abspath(self.options.include_dir))  # noqa: PTH100 - resolve() would follow a link
-            self.options = replace(self.options, include_dir=include_dir)
-        check_target(self.target, self.options, self.planner.writer)
-        self.coordinator.attempt = Attempt.begin(self.target, self.options.staging_dir)
-        return self.coordinator.attempt.directory
+        """Open the attempt; return where to write. Rank 0."""
+        target, options = self.call.target, self.call.options
+        if self.call.shards_only:
+            return target
+        check_target(target, options, self.planner.writer)
+        self.opened = Attempt.begin(target, options.staging_dir)
+        return self.opened.directory
 
-    def _absolute(self, directory: Path) -> Path:
+    # -- what comes of it
+
+    def _planned(self, told: _Departure, prepared: Prepared) -> PlannedSave:
+        comm, options, directory = self.call.comm, self.call.options, told.directory
+        assert directory is not None  # noqa: S101 - the caller has looked
+        point = None
+        if told.address is not None:
+            point = CommitPoint(
+                address=told.address,
+                name=f"{told.saver}/{self.number}",
+                rank=comm.rank,
+                size=comm.size,
+                timeout_secs=options.timeout_secs,
+            )
+        what = "shards to " if self.call.shards_only else ""
+        return PlannedSave(
+            phase=f"writing {what}{self.call.target}",
+            target=self._target(directory),
+            directory=directory,
+            rank=comm.rank,
+            world_size=comm.size,
+            options=options,
+            prepared=prepared,
+            work=told.work,
+            pages=PagePolicy(options.page_cache, told.num_writers, self.call.target),
+            decision=told.decision,
+            saver=told.saver,
+            number=self.number,
+            point=point,
+        )
+
+    def _target(self, directory: Path) -> Path:
         """Return the target as rank 0 resolves it, whose working directory may differ."""
-        target = Path(os.path.abspath(self.target))  # noqa: PTH100 - resolve() would follow a link
-        return target if self.options.staging_dir is not None else directory.parent / target.name
+        if self.call.shards_only:
+            return directory
+        target = Path(os.path.abspath(self.call.target))  # noqa: PTH100 - resolve() would follow a link
+        is_aside = self.call.options.staging_dir is not None
+        return target if is_aside else directory.parent / target.name
 
     def _kind(self, prepared: Prepared) -> tuple[object, ...]:
         """Return what a plan depends on besides the descriptions."""
-        hint = getattr(prepared.request.format, "separation_hint", None)
-        threads = prepared.request.thread_count or self.options.thread_count
+        fmt, comm = prepared.request.format, self.call.comm
+        hint = getattr(fmt, "separation_hint", None)
+        threads = thread_count(prepared.request, self.call.options)
         # The rank, too: a job that goes on may have given it to another process.
-        place = self.comm.rank, self.comm.size
-        return (type(prepared.request.format), hint, threads, self.check_coverage, *place)
+        return (type(fmt), hint, threads, self.call.check_coverage, comm.rank, comm.size)
 
-    def _known_anew(self, told: _Departure, prepared: Prepared) -> _Known:
+    def _laid_out(self, told: _Departure, planned: PlannedSave) -> _Known:
         """Lay this rank's files out, and make the documents of all. Collective."""
-        fmt, assignment = prepared.request.format, told.assignment
-        assert isinstance(fmt, TorchDistFormat)  # noqa: S101 - `_is_plain` has looked
-        assert assignment is not None  # noqa: S101 - the plan is new
-        images: list[FileImage] = []
-
-        def lay_out() -> RankChunks:
-            files = fmt.files(
-                prepared.shards.table,
-                assignment.work,  # type: ignore[arg-type]  # of our own plan
-                rank=self.comm.rank,
-                thread_count=prepared.request.thread_count or self.options.thread_count,
-            )
-            images.append(FileImage.of(files))
-            return rank_chunks(files)
-
-        documents: list[dict[str, bytes]] = []
-
-        def document(results: Sequence[RankChunks]) -> None:
-            found = proven(results, self.coordinator)
-            documents.append(fmt.documents(found, self.coordinator.empty, assignment.directory))
-
-        self.comm.map_reduce(f"laying out the save to {self.target}", lay_out, document)
+        image = attempt(lay_out, planned)
+        phase = f"laying out the save to {self.call.target}"
+        documents = scatter(
+            self.call.comm, phase, image.then(_chunks), partial(_documents, planned)
+        )
+        decision = planned.decision
         return _Known(
-            plan=told.plan,
-            kind=self._kind(prepared),
-            view=prepared.view,
-            image=images[0],
-            num_writers=assignment.num_writers,
-            views=self.views,
-            documents=documents[0] if documents else None,
-        )
-
-    def _publication(self, known: _Known, prepared: Prepared) -> Publication | None:
-        if self.coordinator.attempt is None or known.documents is None:
-            return None
-        documents = dict(known.documents)
-        if prepared.common is not None:
-            documents[COMMON_FILE] = prepared.common
-        fmt = prepared.request.format
-        return Publication(
-            attempt=self.coordinator.attempt,
-            documents=documents,
-            files={},
-            config=CheckpointingConfig(fmt.backend, fmt.version, *common_backend(prepared.request)),
-            world_size=self.comm.size,
-            include_dir=self.options.include_dir,
-            dcp_metadata=self.options.dcp_metadata,
-        )
-
-    def _other(
-        self, told: _Departure, prepared: Prepared, point: CommitPoint | None
-    ) -> PlannedSave:
-        """Return a save in a format that has more to it than bytes in files. Collective."""
-        assert told.assignment is not None  # noqa: S101 - such plans are never remembered
-        pending = PendingSave(
-            f"writing {self.target}", self.comm, self.options, prepared, told.assignment,
-            self.coordinator, lambda _: None,
-        )  # fmt: skip
-        pass_on(pending)
-        return PlannedSave(
-            saver=told.saver,
-            number=self.number,
-            target=self._absolute(told.assignment.directory),
-            directory=told.assignment.directory,
-            prepared=prepared,
-            point=point,
-            pending=pending,
-            attempt=self.coordinator.attempt,
-        )
-
-    def _point(self, told: _Departure) -> CommitPoint | None:
-        if told.address is None:
-            return None
-        return CommitPoint(
-            address=told.address,
-            name=f"{told.saver}/{self.number}",
-            rank=self.comm.rank,
-            size=self.comm.size,
-            timeout_secs=self.options.timeout_secs,
+            number=told.number,
+            kind=self._kind(planned.prepared),
+            view=planned.prepared.view,
+            image=image.get(),
+            num_writers=told.num_writers,
+            views=told.views,
+            decision=None if decision is None else replace(decision, documents=documents),
         )
 
 
-def _is_plain(request: SaveRequest) -> bool:
+def is_made_of_bytes(request: SaveRequest) -> bool:
+    """Whether all that is written are files whose every byte is known before any is written."""
     return isinstance(request.format, TorchDistFormat) and request.common is None
+
+
+def lay_out(planned: PlannedSave) -> FileImage:
+    """Return this rank's files of a save that ``is_made_of_bytes``. Local."""
+    request = planned.prepared.request
+    assert isinstance(request.format, TorchDistFormat)  # noqa: S101 - the caller has looked
+    files = request.format.files(
+        planned.prepared.shards.table,
+        planned.work,  # type: ignore[arg-type]  # of our own plan
+        rank=planned.rank,
+        thread_count=thread_count(request, planned.options),
+    )
+    return FileImage.of(files)
+
+
+def _chunks(image: FileImage) -> RankChunks:
+    return rank_chunks(image.files)
+
+
+def _documents(
+    planned: PlannedSave, results: Sequence[RankChunks]
+) -> list[Mapping[str, bytes] | None]:
+    """Return the format's documents for rank 0, and nothing for the others. Rank 0."""
+    decision = planned.decision
+    assert decision is not None  # noqa: S101 - this is rank 0
+    chunks, fmt = proven(results, decision), planned.prepared.request.format
+    documents = fmt.documents(chunks, decision.empty, planned.directory)
+    return [documents, *(None for _ in results[1:])]
+
+
+def proven(results: Sequence[Sized], decision: Decision) -> Any:
+    """Return what all ranks wrote as the format's documents take it. Rank 0.
+
+    Args:
+        results: What each rank has told, in rank order.
+        decision: Has the plan.
+
+    Raises:
+        CoordinationError: Something is missing.
+    """
+    count, planned = sum(map(len, results)), decision.plan.num_results
+    if count != planned:
+        raise CoordinationError(f"{planned} chunks were planned, {count} written")
+    return decision.plan.combined(results)
+
+
+def _without_elements(job: JobTable) -> dict[str, StoredTensor]:
+    """Return the tensors without elements: no chunk tells of them."""
+    found = {}
+    for row in np.flatnonzero((job.sizes[2] == 0).any(axis=1)).tolist():
+        info = job.views[job.rank[row]][job.index[row]]
+        found[info.key] = StoredTensor(info.dtype, info.global_shape, (), info.role)
+    return found

@@ -18,11 +18,11 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Final
 
+from dist_ckpt._comm.outcome import attempt
 from dist_ckpt._formats.base import Written
-from dist_ckpt._formats.torch_dist.format import TorchDistFormat
 from dist_ckpt._formats.torch_dist.layout import rank_chunks
 from dist_ckpt._process.endings import at_exit
-from dist_ckpt._saving.image import FileImage
+from dist_ckpt._saving.plan import is_made_of_bytes, lay_out
 from dist_ckpt._staging_pool.copying import Copier
 from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt._worker.orders import FileOrder
@@ -32,7 +32,8 @@ from dist_ckpt.errors import BarrierTimeoutError, ConfigError, StorageError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dist_ckpt._saving.execute import PendingSave
+    from dist_ckpt._saving.execute import SaveInSteps
+    from dist_ckpt._saving.image import FileImage
     from dist_ckpt._staging_pool.pool import Lease
     from dist_ckpt.storage.checksums import FileSum
 
@@ -75,24 +76,18 @@ class _Sides:
 _SIDES: Final = _Sides()
 
 
-def staged_write(pending: PendingSave) -> Callable[[], None] | None:
+def staged_write(save: SaveInSteps) -> Callable[[], None] | None:
     """Copy what a planned save writes; return what has it written. Local, on every rank.
 
     Returns:
-        A function for any thread, once; it keeps result or failure for ``pending.commit``. None if
+        A function for any thread, once; it keeps result or failure for ``save.commit``. None if
         there is no free memory, or if the format needs the tensors themselves: then the caller
         copies and writes in its own process.
     """
-    fmt = pending.format
-    if not isinstance(fmt, TorchDistFormat) or pending.prepared.request.common is not None:
+    planned = save.planned
+    if not is_made_of_bytes(planned.prepared.request):
         return None
-    files = fmt.files(
-        pending.prepared.shards.table,
-        pending.assignment.work,  # type: ignore[arg-type]  # of our own plan
-        rank=pending.comm.rank,
-        thread_count=pending.prepared.request.thread_count or pending.options.thread_count,
-    )
-    image = FileImage.of(files)
+    image = lay_out(planned)
     try:
         side = _SIDES.get()
         side.worker.start()
@@ -105,37 +100,38 @@ def staged_write(pending: PendingSave) -> Callable[[], None] | None:
         return None
     try:
         image.put_frames(lease.arena)
-        side.copier.run(image.copies(image.targets(lease.arena), pending.prepared.shards))
+        side.copier.run(image.copies(image.targets(lease.arena), planned.prepared.shards))
     except BaseException:
         lease.release()
         raise
-    return _Write(side, pending, image, lease).run
+    return _Write(side, save, image, lease).run
 
 
 class _Write:
     """One staged write; gives its memory back when it is done, or forgotten."""
 
-    def __init__(self, side: _Side, pending: PendingSave, image: FileImage, lease: Lease) -> None:
-        self._side, self._pending, self._image, self._lease = side, pending, image, lease
+    def __init__(self, side: _Side, save: SaveInSteps, image: FileImage, lease: Lease) -> None:
+        self._side, self._save, self._image, self._lease = side, save, image, lease
         self._release = weakref.finalize(self, lease.release)
 
     def run(self) -> None:
         """Have it written; what goes wrong is kept for the commit."""
-        if not isinstance(self._pending.written, BaseException):
-            self._pending.keep(self._write)
+        if not self._save.has_failed:
+            self._save.written = attempt(self._write)
         self._release()
 
     def _write(self) -> Written:
         for key in self._lease.retired:
             self._side.worker.forget_arena(key)
+        planned = self._save.planned
         save = self._side.worker.begin(
             next(self._side.numbers),
             FileOrder(
-                directory=self._pending.directory,
+                directory=planned.directory,
                 files=self._image.names,
-                rank=self._pending.comm.rank,
+                rank=planned.rank,
                 commits=False,
-                pages=self._pending.assignment.pages(self._pending.options),
+                pages=planned.pages,
             ),
             descriptor=self._lease.arena.descriptor,
             arena_key=self._lease.key,

@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._saving.describe import Prepared
-from dist_ckpt._saving.execute import commit_written, write_part
+from dist_ckpt._saving.execute import finish, write_part
 from dist_ckpt._sharding.split import SaveParts
 from dist_ckpt._staging_pool.arena import Arena
 from dist_ckpt._staging_pool.handover import pack, unpack
 
 if TYPE_CHECKING:
     from dist_ckpt._formats.base import Written
-    from dist_ckpt._saving.execute import PendingSave
+    from dist_ckpt._saving.plan import PlannedSave
     from dist_ckpt._worker.orders import Staged
 
 __all__ = ["FormatOrder"]
@@ -29,7 +29,7 @@ class FormatOrder:
     """Writes a planned save out of staged tensors.
 
     Args:
-        pending: The save; the views of its shards lie in ``arena``.
+        planned: The save; the views of its shards lie in ``arena``.
         arena: The staging memory, None if all is written.
         written: What this rank has written already, before it handed over.
 
@@ -40,17 +40,15 @@ class FormatOrder:
     commits = True
 
     def __init__(
-        self, pending: PendingSave, arena: Arena | None, written: Written | None = None
+        self, planned: PlannedSave, arena: Arena | None, written: Written | None = None
     ) -> None:
         """Pack it; nothing but descriptions and memory of ``arena`` is kept."""
-        self.target = pending.phase.removeprefix("writing ")
-        self._attempt = pending.coordinator.attempt
+        self.target = str(planned.target)
+        self._attempt = planned.attempt
         self.written = written
-        slim = _slim(pending.prepared)
-        content = (slim, pending.assignment, pending.coordinator, pending.options)
-        packed = pack(content, arena)
-        self._data, self._places, self._rank = packed.data, packed.places, pending.comm.rank
-        self._content: tuple[Any, ...] | None = None
+        packed = pack(replace(planned, prepared=_slim(planned.prepared)), arena)
+        self._data, self._places = packed.data, packed.places
+        self._planned: PlannedSave | None = None
 
     def write(self, staged: Staged) -> Written:
         """Write this rank's part. Every rank."""
@@ -58,19 +56,17 @@ class FormatOrder:
             pass  # until all is staged
         memory = staged.memory()
         arena = Arena(len(memory), descriptor=os.dup(staged.descriptor()))
-        self._content = unpack(self._data, self._places, [arena])
+        planned = self._planned = unpack(self._data, self._places, [arena])
         arena.close()
-        written = self.written
-        if written is None:
-            prepared, assignment, _, options = self._content
-            written = write_part(prepared, assignment, self._rank, options)
+        written = write_part(planned) if self.written is None else self.written
         staged.progress("writing", written.nbytes)
         return written
 
     def publish(self, reports: Sequence[Written]) -> None:
         """Commit. Rank 0."""
-        prepared, _, coordinator, options = self._opened()
-        commit_written(reports, prepared, coordinator, options)
+        if self._planned is None:  # it failed before it came to write
+            self._planned = unpack(self._data, (), ())
+        finish(self._planned, reports)
 
     def abort(self) -> None:
         """Remove the attempt. Rank 0."""
@@ -78,14 +74,9 @@ class FormatOrder:
         if self._attempt is not None:
             self._attempt.abort()
 
-    def _opened(self) -> tuple[Any, ...]:
-        if self._content is None:  # it failed before it came to write
-            self._content = unpack(self._data, (), ())
-        return self._content
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is only of this process."""
-        return {**self.__dict__, "_content": None}
+        return {**self.__dict__, "_planned": None}
 
 
 def _slim(prepared: Prepared) -> Prepared:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dist_ckpt._saving.execute import publication_of, without_data, write_part
 from dist_ckpt._saving.image import FileImage
 from dist_ckpt._staging_pool.arena import Arena
 from dist_ckpt._staging_pool.copying import Copy, CopyPlan
@@ -127,7 +128,7 @@ def _file_order(planned: PlannedSave) -> FileOrder:
         directory=planned.directory,
         files=planned.image.names,
         rank=planned.point.rank if planned.point is not None else 0,
-        publication=planned.publication,
+        publication=publication_of(planned),
         destination=str(planned.target),
         pages=planned.pages,
     )
@@ -236,9 +237,7 @@ def _stream(
 
 
 def _source_views(planned: PlannedSave) -> list[torch.Tensor]:
-    pending = planned.pending
-    assert pending is not None  # noqa: S101 - there is no image
-    sources = pending.format.sources(pending.assignment.work)
+    sources = planned.prepared.request.format.sources(planned.work)
     views = (planned.prepared.shards.view(number) for number in sorted(sources))
     return [view for view in views if view is not None]
 
@@ -250,21 +249,18 @@ def _format_save(
 
     A state that does not fit is written now, by this thread; only the commit is the worker's then.
     """
-    pending = planned.pending
-    assert pending is not None  # noqa: S101 - there is no image
     lease.layout = None
     failure: BaseException | None = None
-    order: Order
     copied = 0
     try:
         if lease.nbytes < nbytes:
-            order = _written_now(pending)
+            order = FormatOrder(without_data(planned), None, write_part(planned))
         else:
-            order = _staged_order(pending, means, lease)
+            order = _staged_order(planned, means, lease)
             copied = sum(view.nbytes for view in _source_views(planned))
     except Exception as error:  # noqa: BLE001 - all ranks are told of it
         failure = error
-        order = FormatOrder(_without_data(pending), None)
+        order = FormatOrder(without_data(planned), None)
     save = _begin(order, planned, number, means, lease)
     if failure is not None:
         save.abandon(failure)
@@ -273,19 +269,11 @@ def _format_save(
     return HandedOver(save=save, lease=lease, task=None, nbytes=copied, failure=failure)
 
 
-def _written_now(pending: Any) -> FormatOrder:
-    pending.write()
-    if isinstance(pending.written, BaseException):
-        raise pending.written
-    return FormatOrder(_without_data(pending), None, pending.written)
-
-
-def _staged_order(pending: Any, means: Means, lease: Lease) -> FormatOrder:
-    sources = pending.format.sources(pending.assignment.work)
-    shards = pending.prepared.shards
+def _staged_order(planned: PlannedSave, means: Means, lease: Lease) -> FormatOrder:
+    prepared, shards = planned.prepared, planned.prepared.shards
     copies, position = [], 0
     staged: list[torch.Tensor | None] = [None] * len(shards)
-    for index in sorted(sources):
+    for index in sorted(prepared.request.format.sources(planned.work)):
         view = shards.view(index)
         if view is None:
             continue
@@ -293,10 +281,5 @@ def _staged_order(pending: Any, means: Means, lease: Lease) -> FormatOrder:
         position += Arena.nbytes_for([view])
         copies.append(Copy(view, target, shards.table[index].key))
     means.copier.run(copies)
-    pending.prepared = replace(pending.prepared, shards=shards.with_data(staged))
-    return FormatOrder(pending, lease.arena)
-
-
-def _without_data(pending: Any) -> Any:
-    shards = pending.prepared.shards.without_data()
-    return replace(pending, prepared=replace(pending.prepared, shards=shards))
+    prepared = replace(prepared, shards=shards.with_data(staged))
+    return FormatOrder(replace(planned, prepared=prepared), lease.arena)

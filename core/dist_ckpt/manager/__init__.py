@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from dist_ckpt._comm import default_communicator
-from dist_ckpt._formats.native import new_format
 from dist_ckpt._loading.search import checked_level
-from dist_ckpt._saving.describe import SaveRequest
-from dist_ckpt._saving.memory import run_remembered
+from dist_ckpt._saving.request import SaveCall
+from dist_ckpt._saving.save import run_save
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.errors import CheckpointingException, CheckpointNotFoundError, ConfigError
 from dist_ckpt.events import LoggingSink, emit_pruned
@@ -257,26 +256,18 @@ class CheckpointManager:
                 target, state, options=options, communicator=comm, saver=saver,
                 on_settled=lambda _: discard(), memory=self._memory, sinks=self._sinks,
             )  # fmt: skip
-        elif saver is None:
-            run_remembered(
-                self._memory,
-                lambda: chosen_save(None, None, options, state),
-                target,
-                comm,
-                options,
-                check_coverage=options.verify_sharding,
-                sinks=self._sinks,
-            )
+            return
+        call = SaveCall(
+            build=lambda: chosen_save(None, None, options, state),
+            target=target,
+            comm=comm,
+            options=options,
+            check_coverage=options.verify_sharding,
+        )
+        if saver is None:
+            run_save(call, self._memory, self._sinks)
         else:
-            fmt = new_format(*options.format)
-            saver.submit(
-                lambda: SaveRequest(state_dict=state, format=fmt),
-                target,
-                options=options,
-                communicator=comm,
-                check_coverage=options.verify_sharding,
-                on_settled=lambda _: discard(),
-            )
+            saver.submit(call, on_settled=lambda _: discard())
 
     # -- finding and loading -----------------------------------------------------------------------
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dist_ckpt._comm.outcome import Outcome, attempt
 from dist_ckpt._comm.tensors import can_be_filled
 from dist_ckpt._formats.base import SavePlan, Written
 from dist_ckpt._loading.execute import Source
+from dist_ckpt._saving.execute import write_common
 from dist_ckpt._sharding.assign import writers_of_boxes
 from dist_ckpt._sharding.table import local_shards
 from dist_ckpt._staging_pool.memory import converted, copy_converted
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from dist_ckpt._formats.base import WriteJob, WriteResult
-    from dist_ckpt._saving.execute import PendingSave
+    from dist_ckpt._saving.execute import SaveInSteps
     from dist_ckpt._sharding.index import StoredTensor
     from dist_ckpt._sharding.split import SaveParts
     from dist_ckpt._sharding.together import JobTable
@@ -136,7 +138,7 @@ def _with_mains(tensors: Sequence[ShardedTensor], mains: Collection[int]) -> lis
     return found
 
 
-def async_request(pending: PendingSave, fmt: StrategyFormat) -> AsyncRequest:
+def async_request(save: SaveInSteps, fmt: StrategyFormat) -> AsyncRequest:
     """Return the request of a planned save whose writing a strategy does later. Collective.
 
     Raises:
@@ -144,12 +146,12 @@ def async_request(pending: PendingSave, fmt: StrategyFormat) -> AsyncRequest:
     """
     strategy = fmt.strategy
     if not isinstance(strategy, AsyncSaveShardedStrategy):
-        pending.coordinator.abort()
+        save.planned.abort()
         raise ConfigError(f"{strategy} cannot save asynchronously.")
-    steps = _AsyncSteps(pending, fmt)
-    pending.keep(lambda: steps.plan(strategy))
-    if not isinstance(pending.written, BaseException):
-        pending.written = None  # a plan is not yet a thing to commit
+    steps = _AsyncSteps(save, fmt)
+    planned = attempt(steps.plan, strategy)
+    if planned.error is not None:
+        save.written = Outcome(error=planned.error)
     return AsyncRequest(steps.write, (), [steps.finish])
 
 
@@ -159,21 +161,20 @@ class _AsyncSteps:
     The save keeps the error, and its commit tells all ranks.
     """
 
-    def __init__(self, pending: PendingSave, fmt: StrategyFormat) -> None:
-        self._pending, self._fmt = pending, fmt
+    def __init__(self, save: SaveInSteps, fmt: StrategyFormat) -> None:
+        self._save, self._fmt = save, fmt
         self._request: AsyncRequest | None = None
         self._args: list[Any] = []
 
-    def plan(self, strategy: AsyncSaveShardedStrategy) -> Written:
+    def plan(self, strategy: AsyncSaveShardedStrategy) -> None:
         """Let the strategy plan and copy. Every rank."""
-        pending = self._pending
-        pending.stage_values()
-        sharded = self._fmt.sharded(pending.parts, pending.assignment.work)  # type: ignore[arg-type]  # of our plan
-        request = strategy.async_save(sharded, pending.directory)
+        self._save.stage_values()
+        planned = self._save.planned
+        sharded = self._fmt.sharded(planned.prepared.parts, planned.work)  # type: ignore[arg-type]  # of our plan
+        request = strategy.async_save(sharded, planned.directory)
         # What is to be copied to the host is copied now: the caller may go on at once.
         self._args = staged_args(request)
         self._request = request
-        return Written(files=None)
 
     def write(self) -> None:
         """Let the strategy write, from any thread. Every rank."""
@@ -186,30 +187,32 @@ class _AsyncSteps:
         """
         request = self._request
         functions = [] if request is None else request.finalize_fns
-        for number in range(self._pending.agree(len(functions))):
+        for number in range(self._save.agree(len(functions))):
             if number < len(functions):
-                self._pending.keep(lambda: self._finalized(functions[number]))  # noqa: B023 - called at once
-            self._pending.agree()
+                self._save.written = attempt(_finalized, functions[number])
+            self._save.agree()
         self._unless_failed(self._write_values)
-        self._pending.commit()
+        self._save.commit()
 
     def _unless_failed(self, step: Callable[[AsyncRequest], Written]) -> None:
         request = self._request
-        if request is not None and not isinstance(self._pending.written, BaseException):
-            self._pending.keep(lambda: step(request))
+        if request is not None and not self._save.has_failed:
+            self._save.written = attempt(step, request)
 
     def _write(self, request: AsyncRequest) -> Written:
         if request.async_fn is not None:
             request.async_fn(*self._args, **request.async_fn_kwargs)
         return Written(files=None)
 
-    def _finalized(self, function: Callable[[], Any]) -> Written:
-        function()
-        return Written(files=None)
-
     def _write_values(self, _: AsyncRequest) -> Written:
-        parts, directory = self._pending.parts, self._pending.directory
-        return self._pending.write_common(self._fmt.write_objects(parts, directory))
+        planned = self._save.planned
+        objects = self._fmt.write_objects(planned.prepared.parts, planned.directory)
+        return write_common(planned, objects)
+
+
+def _finalized(function: Callable[[], Any]) -> Written:
+    function()
+    return Written(files=None)
 
 
 def strategy_source(

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dist_ckpt._comm import default_communicator
+from dist_ckpt._comm.outcome import attempt
 from dist_ckpt._formats.opening import open_sharded
 from dist_ckpt._formats.removal import remove_tensors
 from dist_ckpt._loading.execute import LoadRequest, Source, run_load, stored_keys
-from dist_ckpt._saving.execute import PendingSave, SaveRequest, begin_sharded
+from dist_ckpt._saving.execute import SaveInSteps, commit, write_part
+from dist_ckpt._saving.plan import Planner
+from dist_ckpt._saving.request import SaveCall, SaveRequest
 from dist_ckpt.errors import UnknownStrategyError
 from dist_ckpt.mapping import ShardedTensor
 from dist_ckpt.options import LoadOptions, SaveOptions
@@ -25,8 +28,9 @@ from dist_ckpt.validation import StrictPolicy
 
 if TYPE_CHECKING:
     from dist_ckpt._formats.base import SaveFormat
+    from dist_ckpt._saving.plan import PlannedSave
     from dist_ckpt.mapping import ShardedObject
-    from dist_ckpt.types import ShardedStateDict, StateDict
+    from dist_ckpt.types import Communicator, ShardedStateDict, StateDict
 
 __all__ = ["NativeLoadShardedStrategy", "NativeSaveShardedStrategy"]
 
@@ -59,25 +63,27 @@ class NativeSaveShardedStrategy(AsyncSaveShardedStrategy):
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
     ) -> AsyncRequest:
         """Plan and copy now; the request writes, and its last function finishes. Collective."""
-        pending = self._begin(sharded_state_dict, checkpoint_dir)
-        pending.stage()
-        return AsyncRequest(pending.write, (), [pending.commit])
+        save = SaveInSteps(*self._planned(sharded_state_dict, checkpoint_dir))
+        save.stage()
+        return AsyncRequest(save.write, (), [save.commit])
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Save the sharded part into an existing directory, without a copy. Collective."""
-        pending = self._begin(sharded_state_dict, checkpoint_dir)
-        pending.write()
-        pending.commit()
+        comm, planned = self._planned(sharded_state_dict, checkpoint_dir)
+        commit(comm, planned, attempt(write_part, planned))
 
-    def _begin(
+    def _planned(
         self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path
-    ) -> PendingSave:
-        return begin_sharded(
-            lambda: SaveRequest(state_dict=sharded_state_dict, format=self.new_format()),
-            Path(checkpoint_dir),
-            default_communicator(),
-            SaveOptions(thread_count=self.thread_count),
+    ) -> tuple[Communicator, PlannedSave]:
+        call = SaveCall(
+            build=lambda: SaveRequest(state_dict=sharded_state_dict, format=self.new_format()),
+            target=Path(checkpoint_dir),
+            comm=default_communicator(),
+            options=SaveOptions(thread_count=self.thread_count),
+            check_coverage=False,
+            shards_only=True,
         )
+        return call.comm, Planner(remembers=False).plan(call)
 
 
 class NativeLoadShardedStrategy(LoadShardedStrategy):

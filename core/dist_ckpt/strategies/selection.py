@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._loading.execute import Source
-from dist_ckpt._saving.execute import CommonWriter, SaveRequest
+from dist_ckpt._saving.request import CommonWriter, SaveRequest
 from dist_ckpt.errors import ConfigError, UnknownStrategyError
 from dist_ckpt.strategies.base import (
     LoadCommonStrategy,
