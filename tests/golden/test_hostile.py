@@ -16,12 +16,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from dist_ckpt import errors
 
 HERE = Path(__file__).parent / "hostile"
 VERDICTS = HERE / "verdicts.json"
 TIMEOUT_SECS = 540
+GENERATED_WITH_TORCH = "2.13."
 NBYTES = 96 << 20
 """What opening a hostile checkpoint may take; most take nothing that can be measured."""
 
@@ -98,7 +100,12 @@ def _verdict(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_the_kept_cases_are_what_the_generator_makes(tmp_path: Path) -> None:
-    """Byte by byte: nothing is committed that nobody can make again."""
+    """Byte by byte: nothing is committed that nobody can make again.
+
+    Two files are pickled by torch's DCP, whose bytes are those of one release.
+    """
+    is_same_torch = torch.__version__.startswith(GENERATED_WITH_TORCH)
+    of_torch = set[str]() if is_same_torch else {"dcp/.metadata", "mcore/.metadata"}
     GENERATE.write_honest(tmp_path / "honest")
     GENERATE.write_cases(HERE / "honest", tmp_path / "cases")
 
@@ -106,7 +113,7 @@ def test_the_kept_cases_are_what_the_generator_makes(tmp_path: Path) -> None:
         made, kept = _files(tmp_path / folder), _files(HERE / folder)
         assert made == kept
         _, different, odd = filecmp.cmpfiles(tmp_path / folder, HERE / folder, made, shallow=False)
-        assert (different, odd) == ([], [])
+        assert (set(different) - of_torch, odd) == (set(), [])
 
 
 def _files(path: Path) -> list[str]:
