@@ -285,7 +285,8 @@ class _Step:
         return replace(planned, image=known.image, decision=decision, pages=pages)
 
     def _prepare(self) -> Prepared:
-        return prepare(self.call.build(), self.call.comm.rank, self.planner.room)
+        room = self.planner.room if self.planner.remembers else None
+        return prepare(self.call.build(), self.call.comm.rank, room)
 
     def _is_laid_out(self, request: SaveRequest) -> bool:
         return self.planner.remembers and is_made_of_bytes(request)
