@@ -7,7 +7,6 @@ checkpoint is written and committed (``serialization``). The names are those of 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._comm import SingleCommunicator, default_communicator
+from dist_ckpt._comm.outcome import agree, attempt
 from dist_ckpt._saving.rank_state import to_sharded
 from dist_ckpt.barriers import MeetingBarrier
 from dist_ckpt.errors import ConfigError
@@ -132,18 +132,17 @@ class CheckpointWriter:
                 hook.pre_commit(str(target), **kwargs)
             return sharded
 
-        prepared = functools.cache(prepare)
-        comm.map_reduce(f"preparing {target}", lambda: prepared() is None, lambda _: None)
+        sharded = agree(comm, f"preparing {target}", attempt(prepare))
         if self._barrier is not None and not isinstance(self._barrier, MeetingBarrier):
-            # Inside of an exchange: a barrier that fails on one rank fails on all.
-            comm.map_reduce("waiting at a barrier", self._barrier.execute_barrier, lambda _: None)
-        save(prepared(), target, communicator=comm, options=self._config.save_options)
+            # A barrier that fails on one rank fails on all.
+            agree(comm, "waiting at a barrier", attempt(self._barrier.execute_barrier))
+        save(sharded, target, communicator=comm, options=self._config.save_options)
 
         def finish() -> None:
             if hook is not None:
                 hook.post_commit(str(target), **kwargs)
 
-        comm.map_reduce(f"after the commit of {target}", finish, lambda _: None)
+        agree(comm, f"after the commit of {target}", attempt(finish))
         logger.debug("rank %d wrote its part of %s", self._rank_info.global_rank, target)
         return None
 

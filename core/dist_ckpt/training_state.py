@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dist_ckpt._comm import default_communicator
+from dist_ckpt._comm.outcome import agree, attempt, reduce
 from dist_ckpt._formats.documents import check_unchanged
 from dist_ckpt._formats.native import new_format
 from dist_ckpt._loading.dcp_names import (
@@ -246,12 +247,12 @@ class CheckpointView:
             path_to_tell(checkpoint_dir), comm, options, check=lambda: checked_path(checkpoint_dir)
         )
         check_indexed(contents)
-        read = functools.cache(lambda: read_common(contents, options))
-        comm.map_reduce(f"reading {checkpoint_dir}", lambda: read() is None, lambda _: None)
+        read = attempt(read_common, contents, options)
+        common = agree(comm, f"reading {checkpoint_dir}", read)
         if contents.common is not None:
-            return cls(contents, read(), comm, options)
+            return cls(contents, common, comm, options)
         view = cls(contents, {}, comm, options)
-        view._foreign = contents, read()
+        view._foreign = contents, common
         view._adopt(frozenset())
         return view
 
@@ -345,7 +346,7 @@ class CheckpointView:
                     strict=strict and not document.is_of_parts,
                 )
 
-        report = self._comm.map_reduce(f"filling model {i}", fill, merge_reports)
+        report = reduce(self._comm, f"filling model {i}", attempt(fill), merge_reports)
         if strict and (report.missing or report.unexpected):
             raise self._mismatch(i, report.describe(bare_module(model)), report.missing)
 
@@ -394,7 +395,7 @@ class CheckpointView:
                 self._documents = {}
 
         phase = f"finding the model in {contents.directory}"
-        self._comm.map_reduce(phase, adopted, lambda _: None)
+        agree(self._comm, phase, attempt(adopted))
 
     def _align(self, i: int, model: nn.Module, layout: Callable[[], ModelLayout]) -> None:
         """Rename model ``i`` of the checkpoint to the job's names, if only a prefix differs."""
@@ -477,14 +478,12 @@ class CheckpointView:
         where = f"{self._contents.directory}, optimizer {j}"
         if is_flat(saved):
 
-            @functools.cache
             def grouped() -> StateDict:
                 with _prefixed(where):
                     return group_flat(saved, _members(optimizer, layouts()))
 
             phase = f"matching the groups of optimizer {j}"
-            self._comm.map_reduce(phase, lambda: grouped() is None, lambda _: None)
-            saved = grouped()
+            saved = agree(self._comm, phase, attempt(grouped))
         prefix = f"optimizers.{j}."
 
         def build() -> LoadRequest:
@@ -508,7 +507,7 @@ class CheckpointView:
             with _prefixed(where):
                 load_optimizer_state(optimizer, layouts(), result.state_dict["optimizer"])
 
-        self._comm.map_reduce(f"restoring optimizer {j}", restore, lambda _: None)
+        agree(self._comm, f"restoring optimizer {j}", attempt(restore))
 
     def per_rank(self) -> Any:
         """Return this rank's own values; None if there are none for it. Not collective."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.errors import CorruptedCheckpointError
+from dist_ckpt.storage import Extent, Store
 from dist_ckpt.storage.checksums import BLOCK_NBYTES, FileSum, digest
 
 __all__ = ["READ_NBYTES", "Source", "Spans", "Windows", "problem_of"]
@@ -102,13 +103,13 @@ class Source:
         name: In the checkpoint.
         told: For messages.
         sums: Its checksums; None if it has none.
-        read: Fills a view from a position of it.
+        store: Has it.
     """
 
     name: str
-    told: Callable[[], str]
+    told: str
     sums: FileSum | None
-    read: Callable[[int, memoryview], None]
+    store: Store
 
     def fill(self, spans: Spans, window: Window) -> None:
         """Put all bytes of ``spans`` where they belong.
@@ -136,7 +137,7 @@ class Source:
         stop = position + spans.nbytes[number]
         if self.sums is not None and not 0 <= position <= stop <= self.sums.nbytes:
             raise CorruptedCheckpointError(
-                f"{self.told()}: bytes {position} to {stop} of a file of {self.sums.nbytes}."
+                f"{self.told}: bytes {position} to {stop} of a file of {self.sums.nbytes}."
             )
         while position < stop:
             if window.start <= position < window.stop:
@@ -172,7 +173,7 @@ class Source:
         window.start, window.stop = start, stop
 
     def _read(self, position: int, view: memoryview) -> None:
-        self.read(position, view)
+        self.store.read_ranges(self.name, (Extent(position, view),))
         if self.sums is not None:
             self._compare(self.sums, position // BLOCK_NBYTES, view)
 
@@ -186,7 +187,7 @@ class Source:
             block = view[at : at + BLOCK_NBYTES]
             again = None if one == sums.block(number) else self._again(sums, number, block)
             if again is not None:
-                problems.append(problem_of(self.told(), sums, number, again))
+                problems.append(problem_of(self.told, sums, number, again))
                 block[:] = _POISON[: block.nbytes]
             number += 1
         if problems:
@@ -199,7 +200,7 @@ class Source:
         view of it: such a file is not damaged.
         """
         data = bytearray(block.nbytes)
-        self.read(number * BLOCK_NBYTES, memoryview(data))
+        self.store.read_ranges(self.name, (Extent(number * BLOCK_NBYTES, memoryview(data)),))
         found = digest(data)
         if found != sums.block(number):
             return found

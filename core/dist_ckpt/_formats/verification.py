@@ -85,21 +85,13 @@ class VerifiedStore:
         """
         if not len(spans.positions):
             return
-        source = Source(name, lambda: self._told(name), self._files.get(name), self._reader(name))
+        source = Source(name, self._told(name), self._files.get(name), self._store)
         window = self._windows.take(name, spans.positions[0])
         try:
             with held(self._store, name):
                 source.fill(spans, window)
         finally:
             self._windows.give(window)
-
-    def _reader(self, name: str) -> Callable[[int, memoryview], None]:
-        store = self._store
-
-        def read(position: int, view: memoryview) -> None:
-            store.read_ranges(name, (Extent(position, view),))
-
-        return read
 
     def _told(self, name: str) -> str:
         return name if self._root is None else str(self._root / name)

@@ -6,13 +6,14 @@ exchanges in all; reading itself waits for nobody.
 
 from __future__ import annotations
 
-import functools
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dist_ckpt._comm.outcome import agree, attempt, reduce
 from dist_ckpt._formats.documents import COMMON_FILE, CheckpointContents, check_unchanged
 from dist_ckpt._formats.objects import COMMON_KEY, decode_document
 from dist_ckpt._formats.torch_dist.foreign import (
@@ -165,54 +166,37 @@ def run_load(
 ) -> LoadResult:
     """Load collectively; whatever fails on one rank is raised on all.
 
-    ``build`` makes this rank's request inside an exchange, so that what it raises on one rank is
-    raised on all. ``common`` is the common part, if it was read before.
+    What ``build``, which makes this rank's request, raises on one rank is raised on all. ``common``
+    is the common part, if it was read before.
     """
     where = contents.directory
     # A strategy that reads for this load may call this function again.
     is_inner = _reading.get()
 
-    def match() -> _Request:
-        asked = build()
-        with collector_paused():
-            return _match(asked, contents, options, policy)
-
-    request = functools.cache(match)
-    missing = comm.map_reduce(
+    own = attempt(_matched, build, contents, options, policy)
+    missing = reduce(
+        comm,
         f"matching the request with {where}",
-        lambda: request().view,
+        own.then(attrgetter("view")),
         lambda views: _agree(
             views,
-            request().known,
+            own.get().known,
             policy,
             check_coverage=check_coverage,
             warns_of_casts=not is_inner,
         ),
     )
+    request = own.get()
     if policy.reaction == "log":
-        react(policy, str(where), request().view.unexpected, missing)
+        react(policy, str(where), request.view.unexpected, missing)
     token = _reading.set(True)
     try:
-        read = _attempted(lambda: _read(request(), options, common))
+        # Outside of an exchange: what reads may exchange with other ranks by itself.
+        read = attempt(_read, request, options, common)
     finally:
         _reading.reset(token)
-    state_dict: StateDict = {}
-    comm.map_reduce(f"reading {where}", lambda: state_dict.update(read()), lambda _: None)
-    return LoadResult(state_dict, frozenset(request().unexpected), missing)
-
-
-def _attempted(do: Callable[[], StateDict]) -> Callable[[], StateDict]:
-    """Run ``do`` now, outside of an exchange; return what gives its result or raises its error."""
-    try:
-        result = do()
-    except BaseException as error:  # noqa: BLE001 - raised inside the exchange, for all ranks
-        caught = error
-
-        def fail() -> StateDict:
-            raise caught
-
-        return fail
-    return lambda: result
+    state_dict = agree(comm, f"reading {where}", read)
+    return LoadResult(state_dict, frozenset(request.unexpected), missing)
 
 
 def index_of(stored: Mapping[str, ShardedTensor | ShardedObject]) -> CheckpointIndex:
@@ -263,6 +247,17 @@ def read_common(contents: CheckpointContents, options: LoadOptions) -> StateDict
     # The document was read when the checkpoint was opened, its tensors only now.
     check_unchanged(contents)
     return common
+
+
+def _matched(
+    build: Callable[[], LoadRequest],
+    contents: CheckpointContents,
+    options: LoadOptions,
+    policy: StrictPolicy,
+) -> _Request:
+    asked = build()
+    with collector_paused():
+        return _match(asked, contents, options, policy)
 
 
 def _match(
