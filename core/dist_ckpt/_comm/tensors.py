@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt._comm import group_communicator
+from dist_ckpt._comm.outcome import agree, attempt, reduce
 from dist_ckpt._sharding.shard_info import dtype_from_name, dtype_name
 from dist_ckpt._staging_pool.memory import bits, copy_converted
 from dist_ckpt.box import Box, split_box
@@ -213,7 +214,7 @@ def exchange_tensors(
     if plan.items:
         link = _Link(group, comm.rank, comm.size, torch.device(plan.device), have, targets)
         phase = f"making room for what moves in {told_group(group)}"
-        comm.map_reduce(phase, lambda: _make_room(plan, link), lambda _: None)
+        agree(comm, phase, attempt(_make_room, plan, link))
         _move(plan, link, exchange_algo)
     return {**have, **{shard: targets[shard] for shard in need if shard in targets}}
 
@@ -249,15 +250,13 @@ def exchange_objects(
         files = {s: io.BytesIO(found[s].numpy().tobytes()) for s in need if s not in have}
         return {s: torch.load(file, weights_only=False) for s, file in files.items()}
 
-    if not comm.map_reduce(f"packing objects in {told_group(group)}", pack, any):
+    if not reduce(comm, f"packing objects in {told_group(group)}", attempt(pack), any):
         return dict(have)
     found = exchange_tensors(
         packed, dict.fromkeys(need), main_ranks, group, exchange_algo=exchange_algo
     )
-    received: dict[ShardId, Any] = {}
     phase = f"unpacking objects in {told_group(group)}"
-    comm.map_reduce(phase, lambda: received.update(unpack()), lambda _: None)
-    return {**have, **received}
+    return {**have, **agree(comm, phase, attempt(unpack))}
 
 
 def _offer(
@@ -404,7 +403,7 @@ def _move(plan: _Plan, link: _Link, algo: str) -> None:
     patience = _VERDICT_SECS if broken is None else _WHO_IS_GONE_SECS
     comm = group_communicator(link.group, timeout_secs=patience)
     try:
-        comm.map_reduce(f"moving shards in {where}", verdict, lambda _: None)
+        agree(comm, f"moving shards in {where}", attempt(verdict))
     except CheckpointingException as told:
         if broken is None:
             raise

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dist_ckpt._comm import SingleCommunicator, default_communicator
 from dist_ckpt._comm.failures import describe_failure, merged_error
+from dist_ckpt._comm.outcome import agree, attempt
 from dist_ckpt.errors import CoordinationError, RankFailure
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class AsyncRequest(NamedTuple):
         """
         comm = default_communicator()
         # The exchange is the barrier: no rank finalizes before all have done their work.
-        comm.map_reduce("asynchronous save", lambda: _work(self), lambda _: None)
+        agree(comm, "asynchronous save", attempt(_work, self))
         _finalize("asynchronous save", self.finalize_fns, comm)
 
     def freeze(self) -> AsyncRequest:

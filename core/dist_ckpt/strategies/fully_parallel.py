@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dist_ckpt._comm import default_communicator, group_communicator
+from dist_ckpt._comm.outcome import agree, attempt
 from dist_ckpt._comm.tensors import can_be_filled, exchange_tensors
 from dist_ckpt._staging_pool.memory import converted, copy_converted
 from dist_ckpt.dict_utils import dict_list_map_outplace, nested_values
@@ -348,7 +349,7 @@ def _read(
             # A user's strategy may return the stored dtype, not the requested one.
             read[shard] = converted(loaded[f"t{i}"], leaf.dtype)
 
-    default_communicator().map_reduce(f"reading {checkpoint_dir}", verdict, lambda _: None)
+    agree(default_communicator(), f"reading {checkpoint_dir}", attempt(verdict))
     return read, {id(leaf): loaded[f"o{i}"] for i, leaf in enumerate(own)}
 
 
@@ -410,9 +411,7 @@ def _on_all_ranks(
     world = default_communicator()
     if group is None or (world.size > 1 and dist.get_world_size(group) == world.size):
         return find()
-    found: list[ShardDistribution | None] = []
-    world.map_reduce(f"{phase} in every group", lambda: found.append(find()), lambda _: None)
-    return found[0]
+    return agree(world, f"{phase} in every group", attempt(find))
 
 
 def _fingerprint(sharded_state_dict: ShardedStateDict, group: ProcessGroup | None) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from dist_ckpt._comm import default_communicator, group_communicator
+from dist_ckpt._comm.outcome import attempt, reduce
 from dist_ckpt._comm.tensors import (
     EXCHANGE_ALGOS,
     ShardId,
@@ -242,20 +243,21 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         """
         world = default_communicator()
         fully_parallel = algo == "fully_parallel"
-        kept: list[tuple[StateDict, ShardedStateDict]] = []
 
-        def take() -> Taken:
+        def take() -> tuple[StateDict, ShardedStateDict]:
             tree = split_for_load(sharded_state_dict).template
-            part = own_leaves(tree)
-            kept.append((split_for_save(tree).common, part))
-            cache = fitting_cache(cached_metadata, part, parallelization_group)
+            return split_for_save(tree).common, own_leaves(tree)
+
+        def described(taken: tuple[StateDict, ShardedStateDict]) -> Taken:
+            cache = fitting_cache(cached_metadata, taken[1], parallelization_group)
             usable = fully_parallel and cache is not None
-            return Taken(algo, None if usable else view_of(part, with_data=True))
+            return Taken(algo, None if usable else view_of(taken[1], with_data=True))
 
         phase = "taking a state dict apart"
-        verdict = world.map_reduce(phase, take, check_taken)
+        own = attempt(take)
+        verdict = reduce(world, phase, own.then(described), check_taken)
         cls._validate_params(verdict.algo)
-        common, part = kept[0]
+        common, part = own.get()
         if verdict.is_partial:
             # Some caches are out of date: then all shards are looked at, as without any cache.
             world.map_reduce(f"{phase} anew", lambda: view_of(part, with_data=True), check_views)
