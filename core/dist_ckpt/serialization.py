@@ -137,17 +137,12 @@ def save(  # noqa: PLR0913, PLR0917 - the lineage's signature
         compares = coverage and (comm.size > 1 or preprocess is not None)
         return replace(request, compares_common=compares, preprocess=preprocess)
 
-    call = SaveCall(
-        build=build,
-        target=path_to_tell(checkpoint_dir),
-        comm=comm,
-        options=options,
-        check_coverage=coverage,
-    )
-    if not async_sharded_save:
-        run_save(call, _memory_of(sharded_strategy))
-        return None
-    return _later(SaveInSteps(comm, Planner(remembers=False).plan(call)))
+    target = path_to_tell(checkpoint_dir)
+    call = SaveCall(build=build, target=target, comm=comm, options=options, check_coverage=coverage)
+    if async_sharded_save:
+        return _later(call)
+    run_save(call, _memory_of(sharded_strategy))
+    return None
 
 
 def _memory_of(strategy: object) -> SaveMemory | None:
@@ -160,8 +155,9 @@ def _memory_of(strategy: object) -> SaveMemory | None:
     return memory
 
 
-def _later(save: SaveInSteps) -> AsyncRequest:
-    """Return a planned save as a request, with its data copied. Collective."""
+def _later(call: SaveCall) -> AsyncRequest:
+    """Plan a save, copy its data, and return the rest as a request. Collective."""
+    save = SaveInSteps(call.comm, Planner(remembers=False).plan(call))
     fmt = save.planned.prepared.request.format
     if isinstance(fmt, StrategyFormat):
         return async_request(save, fmt)

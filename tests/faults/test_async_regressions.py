@@ -452,7 +452,7 @@ def test_a_worker_is_no_fork(tmp_path: Path) -> None:
         pid = worker_pid(saver)
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         maps = Path(f"/proc/{pid}/maps").read_text()
-    assert b"dist_ckpt._background" in command
+    assert b"dist_ckpt._worker" in command
     assert b"pytest" not in command.split(b"\0")[:3]
     assert "libtorch" not in maps
     assert sys.executable.encode() in command
