@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt import CheckpointingException, ShardedTensor, _saving, load, save
+from dist_ckpt import CheckpointingException, ShardedTensor, load, save
 from dist_ckpt._formats.torch_dist import write as torch_dist
+from dist_ckpt._saving import execute
+from dist_ckpt._saving.plan import PlannedSave
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailedError
 from dist_ckpt.storage.local import is_directory
 from dist_ckpt.testing import ThreadWorld
@@ -159,7 +161,7 @@ def _view(comm: Communicator) -> object:
     request = SaveRequest(
         state_dict=state(comm.rank, comm.size, 2.0), format=new_format("torch_dist", 1)
     )
-    return prepare(request, comm.rank).view
+    return 0, prepare(request, comm.rank).view  # it remembers no plan
 
 
 def test_ranks_in_different_calls_are_told(tmp_path: Path) -> None:
@@ -240,7 +242,7 @@ def test_ranks_that_do_not_share_a_directory_are_told(
 ) -> None:
     """A rank that does not see rank 0's attempt says so."""
     blind = on_thread_of(1)
-    monkeypatch.setattr(_saving, "is_directory", lambda path: not blind() and is_directory(path))
+    monkeypatch.setattr(execute, "is_directory", lambda path: not blind() and is_directory(path))
 
     errors = ThreadWorld(2).errors(lambda comm: save_at(tmp_path / "c", comm, 1.0))
 
@@ -293,14 +295,14 @@ def test_a_failure_before_passing_on_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank waits for one that cannot even begin."""
-    make_job = _saving._job
+    make_job = PlannedSave.job
 
-    def broken(*args: Any) -> Any:
-        if args[2] == 1:
+    def broken(planned: PlannedSave) -> Any:
+        if planned.rank == 1:
             raise MemoryError("no room")
-        return make_job(*args)
+        return make_job(planned)
 
-    monkeypatch.setattr(_saving, "_job", broken)
+    monkeypatch.setattr(PlannedSave, "job", broken)
 
     def save_flat(comm: Communicator) -> None:
         held = slice(3 * comm.rank, 3 * comm.rank + 3)

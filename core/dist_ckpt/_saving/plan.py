@@ -270,7 +270,7 @@ class _Step:
         planned = self._planned(told, prepared)
         if told.passes_on:
             phase = f"passing on pieces in {told.directory}"
-            agree(self.call.comm, phase, attempt(prepared.request.format.pass_on, planned.job()))
+            agree(self.call.comm, phase, attempt(_pass_on, planned))
         if not self._is_laid_out(prepared.request):
             return planned
         known = self.planner.known
@@ -436,6 +436,10 @@ class _Step:
             views=told.views,
             decision=None if decision is None else replace(decision, documents=documents),
         )
+
+
+def _pass_on(planned: PlannedSave) -> None:
+    planned.prepared.request.format.pass_on(planned.job())
 
 
 def is_made_of_bytes(request: SaveRequest) -> bool:
