@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 # One BLAS thread a process: tests and demo start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: test soak demo lint lint-quick bench matrix clean
+.PHONY: test soak demo lint lint-quick bench matrix pages clean
 
 # A file each at a time, in the order of tests/conftest.py. One worker more than two cores: much of
 # the suite waits. mypy, which takes a minute the first time, runs beside it; what it finds is
@@ -43,6 +43,11 @@ bench: $(STAMP)
 # A part of the suite on other versions of torch, Lightning and Accelerate; docs/compatibility.md.
 matrix: $(STAMP)
 	$(BIN)/python tests/matrix.py
+
+# What is made from data: the fields of the configuration, and docs/reference. Tests compare it.
+pages: $(STAMP)
+	$(BIN)/python -m tests.api._config
+	$(BIN)/python -m tests.api._reference
 
 # The constraint holds for the build environment too, where hatchling is installed. A virtual
 # environment whose making was cut short has no stamp and is made anew.

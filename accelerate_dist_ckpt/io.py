@@ -7,9 +7,11 @@ Here: ``DistCkptIO``. Not here: where a choice may come from (``dist_ckpt.config
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, Unpack
 
 from dist_ckpt.config import DistCkptConfig, load_config
+from dist_ckpt.config.arguments import takes_fields
+from dist_ckpt.config.fields import ConfigFields
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.options import LoadOptions, SaveOptions
 from dist_ckpt.types import PathLike
@@ -19,6 +21,7 @@ __all__ = ["DistCkptIO", "OnUnsupported"]
 OnUnsupported: TypeAlias = Literal["native", "raise"]
 
 
+@takes_fields
 class DistCkptIO:
     """How an Accelerator's checkpoints are written and read.
 
@@ -28,34 +31,7 @@ class DistCkptIO:
     It holds choices only: one may be registered with several Accelerators, pickled and copied.
 
     Args:
-        enabled: Whether checkpoints are ours at all; False leaves Accelerate as it is.
-        backend: The format on disk: files of torch's DCP, or zarr arrays.
-        thread_count: Threads that write or read files, on each rank.
-        timeout_secs: How long ranks wait for each other before the missing ones are named.
-        allow_pickle: Whether pickled values are loaded. They can run any code: trust the source.
-        verify_sharding: Whether a save checks first that the shards cover every tensor once.
-        async_save: Whether training goes on while a checkpoint is written.
-        overlap: Whether parameters and optimizer state are copied under the next forward and
-            backward, too; the optimizer's step waits for the rest.
-        worker: Who writes in the background: a process of its own for each rank, or a thread.
-        max_in_flight: How many saves may be under way; the next waits.
-        staging_budget_mib: Most memory for a copy, in MiB, on each rank and for each save in
-            flight; None for what there is.
-        drain_timeout_secs: How long to wait at the end for what is in flight.
-        events_file: Where to append what happens to saves of both kinds, as JSON lines.
-        log_metrics: Whether the trackers get stall, writing time and speed of each save.
-        page_cache: Whether the pages of a checkpoint stay in the page cache when it is on disk, so
-            that a restart on the same host reads memory; ``auto`` keeps the newest one if it is
-            small against the memory that is available.
-        cast: What a load does where stored and requested dtype differ: convert, with one warning
-            that names keys and dtypes (``allow``), or raise (``error``).
-        verify: What a load compares with the checksums: what it reads, everything before anything
-            is filled, or nothing.
-        verify_newest: How closely a checkpoint is looked at before it counts as the newest one:
-            its documents and the sizes of all files, or every byte.
-        preemption: Whether SIGTERM leads to one more save and a clean stop.
-        grace_secs: How long after SIGTERM the process may go on.
-        sweep_after_secs: How old leftovers of this job's dead saves must be to be removed.
+        **fields: Those of ``dist_ckpt.config.DistCkptConfig``.
         on_unsupported: With DeepSpeed, Megatron-LM and XLA, which own their checkpoints:
             ``native`` leaves the call to Accelerate with a warning, ``raise`` refuses it.
         lone_rank_timeout_secs: How long rank 0 waits in ``save_state`` for the others before it
@@ -69,58 +45,15 @@ class DistCkptIO:
     on_unsupported: OnUnsupported
     lone_rank_timeout_secs: float
 
-    def __init__(  # noqa: PLR0913 - one for each field
+    def __init__(
         self,
         *,
-        enabled: bool | None = None,
-        backend: Literal["torch_dist", "zarr"] | None = None,
-        thread_count: int | None = None,
-        timeout_secs: float | None = None,
-        allow_pickle: bool | None = None,
-        verify_sharding: bool | None = None,
-        async_save: bool | None = None,
-        overlap: bool | None = None,
-        worker: Literal["process", "thread"] | None = None,
-        max_in_flight: int | None = None,
-        staging_budget_mib: int | None = None,
-        drain_timeout_secs: float | None = None,
-        events_file: str | None = None,
-        log_metrics: bool | None = None,
-        page_cache: Literal["auto", "keep", "drop"] | None = None,
-        cast: Literal["allow", "error"] | None = None,
-        verify: Literal["read", "full", "off"] | None = None,
-        verify_newest: Literal["files", "full"] | None = None,
-        preemption: bool | None = None,
-        grace_secs: float | None = None,
-        sweep_after_secs: float | None = None,
         on_unsupported: OnUnsupported = "native",
         lone_rank_timeout_secs: float = 30.0,
+        **fields: Unpack[ConfigFields],
     ) -> None:
         """Merge arguments, environment and YAML into one configuration."""
-        fields = {
-            "enabled": enabled,
-            "backend": backend,
-            "thread_count": thread_count,
-            "timeout_secs": timeout_secs,
-            "allow_pickle": allow_pickle,
-            "verify_sharding": verify_sharding,
-            "async_save": async_save,
-            "overlap": overlap,
-            "worker": worker,
-            "max_in_flight": max_in_flight,
-            "staging_budget_mib": staging_budget_mib,
-            "drain_timeout_secs": drain_timeout_secs,
-            "events_file": events_file,
-            "log_metrics": log_metrics,
-            "page_cache": page_cache,
-            "cast": cast,
-            "verify": verify,
-            "verify_newest": verify_newest,
-            "preemption": preemption,
-            "grace_secs": grace_secs,
-            "sweep_after_secs": sweep_after_secs,
-        }
-        self._choose(load_config(None, **fields), on_unsupported, lone_rank_timeout_secs)
+        self._choose(load_config(**fields), on_unsupported, lone_rank_timeout_secs)
 
     @classmethod
     def from_yaml(
@@ -129,7 +62,7 @@ class DistCkptIO:
         *,
         on_unsupported: OnUnsupported = "native",
         lone_rank_timeout_secs: float = 30.0,
-        **fields: Any,
+        **fields: Unpack[ConfigFields],
     ) -> DistCkptIO:
         """Return one with the configuration of a YAML file; ``fields`` go before it.
 

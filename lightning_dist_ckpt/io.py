@@ -11,9 +11,11 @@ import os
 import sys
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Unpack
 
 from dist_ckpt.config import DistCkptConfig, load_config
+from dist_ckpt.config.arguments import takes_fields
+from dist_ckpt.config.fields import ConfigFields
 from dist_ckpt.errors import ConfigError
 from dist_ckpt.options import LoadOptions, SaveOptions
 from dist_ckpt.serialization import single_process
@@ -49,6 +51,7 @@ __all__ = ["DistCkptIO", "any_enabled"]
 _LIVE: weakref.WeakSet[DistCkptIO] = weakref.WeakSet()
 
 
+@takes_fields
 class DistCkptIO(CheckpointIO):
     """Save and load a Trainer's checkpoints as sharded directories, under every layout.
 
@@ -57,90 +60,16 @@ class DistCkptIO(CheckpointIO):
     its default.
 
     Args:
-        enabled: False leaves Lightning as it is.
-        backend: The format on disk: files of torch's DCP, or zarr arrays.
-        thread_count: Threads that write or read files, on each rank.
-        timeout_secs: How long ranks wait for each other before the missing ones are named.
-        allow_pickle: Whether pickled values are loaded. They can run any code: trust the source.
-        verify_sharding: Whether a save checks first that the shards cover every tensor once.
-        async_save: Whether training goes on while a checkpoint is written.
-        overlap: Whether parameters and optimizer state are copied under the next forward and
-            backward, too; the optimizer's step waits for the rest.
-        worker: Who writes in the background: a process of its own for each rank, or a thread.
-        max_in_flight: How many saves may be under way; the next waits.
-        staging_budget_mib: Most memory for a copy, in MiB, on each rank and for each save in
-            flight; what is larger is streamed through it.
-        drain_timeout_secs: How long the end of a fit waits for what is in flight.
-        events_file: Where to append what happens to saves of both kinds, as JSON lines; ranks
-            other than 0 put their number into the name.
-        log_metrics: Whether the Trainer's loggers get stall, writing time and speed of each save.
-        page_cache: Whether the pages of a checkpoint stay in the page cache when it is on disk, so
-            that a restart on the same host reads memory; ``auto`` keeps the newest one if it is
-            small against the memory that is available.
-        cast: What a load does where stored and requested dtype differ: convert, with one warning
-            that names keys and dtypes (``allow``), or raise (``error``).
-        verify: What a load compares with the checksums: what it reads, everything before anything
-            is filled, or nothing.
-        verify_newest: How closely a checkpoint is looked at before it counts as the newest one:
-            its documents and the sizes of all files, or every byte.
-        preemption: Whether SIGTERM leads to one more save and a clean stop.
-        grace_secs: How long after SIGTERM the process may go on.
-        sweep_after_secs: How old leftovers of this job's dead saves must be to be removed.
+        **fields: Those of ``dist_ckpt.config.DistCkptConfig``.
 
     Raises:
         ConfigError: A value is wrong, wherever it comes from.
     """
 
-    def __init__(  # noqa: PLR0913 - one for each field of the configuration
-        self,
-        *,
-        enabled: bool | None = None,
-        backend: Literal["torch_dist", "zarr"] | None = None,
-        thread_count: int | None = None,
-        timeout_secs: float | None = None,
-        allow_pickle: bool | None = None,
-        verify_sharding: bool | None = None,
-        async_save: bool | None = None,
-        overlap: bool | None = None,
-        worker: Literal["process", "thread"] | None = None,
-        max_in_flight: int | None = None,
-        staging_budget_mib: int | None = None,
-        drain_timeout_secs: float | None = None,
-        events_file: str | None = None,
-        log_metrics: bool | None = None,
-        page_cache: Literal["auto", "keep", "drop"] | None = None,
-        cast: Literal["allow", "error"] | None = None,
-        verify: Literal["read", "full", "off"] | None = None,
-        verify_newest: Literal["files", "full"] | None = None,
-        preemption: bool | None = None,
-        grace_secs: float | None = None,
-        sweep_after_secs: float | None = None,
-    ) -> None:
+    def __init__(self, **fields: Unpack[ConfigFields]) -> None:
         """Load the configuration."""
         super().__init__()
-        self.config: DistCkptConfig = load_config(
-            enabled=enabled,
-            backend=backend,
-            thread_count=thread_count,
-            timeout_secs=timeout_secs,
-            allow_pickle=allow_pickle,
-            verify_sharding=verify_sharding,
-            async_save=async_save,
-            overlap=overlap,
-            worker=worker,
-            max_in_flight=max_in_flight,
-            staging_budget_mib=staging_budget_mib,
-            drain_timeout_secs=drain_timeout_secs,
-            events_file=events_file,
-            log_metrics=log_metrics,
-            page_cache=page_cache,
-            cast=cast,
-            verify=verify,
-            verify_newest=verify_newest,
-            preemption=preemption,
-            grace_secs=grace_secs,
-            sweep_after_secs=sweep_after_secs,
-        )
+        self.config: DistCkptConfig = load_config(**fields)
         self._announce()
 
     @classmethod

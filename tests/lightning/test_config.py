@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from lightning.pytorch.cli import LightningCLI
 
 from dist_ckpt.config import DistCkptConfig
@@ -31,16 +30,6 @@ class Loaded(Tiny):
 
     def train_dataloader(self) -> Any:
         return loader()
-
-
-def test_every_field_is_a_keyword() -> None:
-    """The plugin takes what the configuration has, by the same types; not given means None."""
-    parameters = dict(inspect.signature(DistCkptIO).parameters)
-    assert parameters.keys() == DistCkptConfig.model_fields.keys()
-    for name, parameter in parameters.items():
-        assert parameter.default is None
-        assert parameter.kind is parameter.KEYWORD_ONLY
-        assert name in (DistCkptIO.__doc__ or "")
 
 
 def test_arguments_over_environment_over_file(
@@ -66,13 +55,6 @@ def test_wrong_settings(tmp_path: Path) -> None:
         DistCkptIO.from_yaml(file)
     with pytest.raises(ConfigError, match="thread_count"):
         DistCkptIO(thread_count=0)
-
-
-def test_copies_keep_their_settings() -> None:
-    """Pickled (ddp_spawn) or copied (the CLI), it is the same plugin."""
-    io = DistCkptIO(thread_count=5)
-    for other in (pickle.loads(pickle.dumps(io)), copy.deepcopy(io)):
-        assert other.config == io.config
 
 
 @pytest.mark.parametrize("enabled", ["true", "false"])
@@ -128,6 +110,63 @@ def test_lightning_cli_flags(tmp_path: Path) -> None:
     assert io.config.thread_count == 7
     assert io.config.async_save
     assert io.config.overlap
+
+
+class WithArgument(DistCkptIO):
+    """A plugin with an argument of its own.
+
+    Args:
+        extra: Its own.
+    """
+
+    def __init__(self, extra: int = 1, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.extra = extra
+
+
+def cli(*args: str) -> LightningCLI:
+    """Parse a command line, without a fit."""
+    return LightningCLI(Loaded, save_config_callback=None, run=False, args=list(args))
+
+
+@pytest.mark.parametrize("plugin", ["lightning_dist_ckpt.DistCkptIO", f"{__name__}.WithArgument"])
+def test_lightning_cli_help(plugin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every field with its description and choices, for a subclass of the plugin, too."""
+    with pytest.raises(SystemExit):
+        cli(f"--trainer.plugins.help={plugin}")
+
+    shown = " ".join(capsys.readouterr().out.split())
+    for name, field in DistCkptConfig.model_fields.items():
+        description = " ".join((field.description or "").split())
+        assert re.search(rf"plugins\.{name} \S+ {re.escape(description)} \(type: ", shown)
+    assert "Literal['process', 'thread']" in shown
+    assert ("--trainer.plugins.extra" in shown) == plugin.endswith("WithArgument")
+
+
+@pytest.mark.parametrize("wrong", ["thread_cuont=4", "thread_count=many", "backend=zip"])
+def test_lightning_cli_refuses(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wrong names and types, before anything is made."""
+    with pytest.raises(SystemExit):
+        cli("--trainer.plugins+=lightning_dist_ckpt.DistCkptIO", f"--trainer.plugins.{wrong}")
+
+    assert wrong.partition("=")[0] in capsys.readouterr().err
+
+
+def test_lightning_cli_prints_what_it_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The YAML of --print_config gives the same plugin; fields that were not given stay open."""
+    given = "--trainer.plugins+=lightning_dist_ckpt.DistCkptIO", "--trainer.plugins.thread_count=7"
+    with pytest.raises(SystemExit):
+        cli(*given, "--print_config")
+    file = tmp_path / "run.yaml"
+    file.write_text(capsys.readouterr().out)
+    fields = yaml.safe_load(file.read_text())["trainer"]["plugins"][0]["init_args"]
+
+    again = cli("--config", str(file), "--trainer.accelerator=cpu", "--trainer.logger=false")
+
+    assert fields == dict.fromkeys(DistCkptConfig.model_fields) | {"thread_count": 7}
+    assert again.trainer.strategy.checkpoint_io.config == DistCkptIO(thread_count=7).config
 
 
 @pytest.mark.parametrize(

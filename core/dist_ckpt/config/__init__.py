@@ -1,7 +1,8 @@
 """Configuration: one frozen model, and the one way to load it.
 
-Here: the model (``models``) and where its values come from (``load``). Not here: what the values
-do; objects are given a config and never read one. Called by the adapters, on every rank alike.
+Here: the model (``models``), where its values come from (``load``), and its fields as arguments of
+others (``arguments``, ``fields``). Not here: what the values do; objects are given a config and
+never read one. Called by the adapters, on every rank alike.
 """
 
 from __future__ import annotations

@@ -12,11 +12,12 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import yaml
 from pydantic import ValidationError
 
+from dist_ckpt.config.fields import ConfigFields
 from dist_ckpt.config.models import DistCkptConfig
 from dist_ckpt.errors import ConfigError
 
@@ -42,7 +43,9 @@ class _Layer:
 
 
 def load_config(
-    source: str | os.PathLike[str] | Mapping[str, Any] | None = None, /, **overrides: Any
+    source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    /,
+    **overrides: Unpack[ConfigFields],
 ) -> DistCkptConfig:
     """Load the configuration: arguments over environment over YAML over defaults.
 
