@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests._samples import sample
+from tests.multiprocess._spawn import warm_popen
+from tests.multiprocess._world import start_nursery
 
 # Before torch is imported anywhere, the ranks' processes included.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -50,3 +53,9 @@ def pytest_collection_finish() -> None:
     """Keep what is imported out of collections, of which some tests ask for several."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def warm_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that this test spawns be forks of a process that has imported torch."""
+    monkeypatch.setattr(SpawnProcess, "_Popen", warm_popen(start_nursery()))

@@ -28,8 +28,11 @@ from tests.multiprocess._world import run_file
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TIMEOUT_SECS = 300.0
-FRESH = {"README.md", "accelerate.md", "checkpointer.md", "lightning.md"}
-"""One page of each kind: the core, either framework, a program that starts processes."""
+FRESH = {"README.md", "accelerate.md", "lightning.md"}
+"""One page of each kind: the core, and either framework.
+
+A fresh program that starts processes is in tests/unit/test_checkpointer.py.
+"""
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")
 _MARK = re.compile(r"^\s*<!-- not run: \S.* -->$")

@@ -205,6 +205,7 @@ def test_hooks_edit_a_sharded_model(tmp_path: Path, layout: str) -> None:
         assert "Trying to restore optimizer state but checkpoint" in weights
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_spawned_ranks(tmp_path: Path) -> None:
     """The launcher sends the Trainer to new processes, in whose background it saves."""
     checkpoint = every_3_steps(tmp_path)

@@ -8,6 +8,7 @@ each call it imports the test module (once) and forks one child for every rank, 
 milliseconds and starts clean: no process group, cache or changed global survives from the test
 before. The nursery itself computes nothing and keeps one thread, which is what makes the fork safe.
 The store that the ranks meet in lives in the test process, on a port the system chose.
+Processes that ranks and programs spawn are forks as well (``_spawn``).
 
 Usage::
 
@@ -27,6 +28,7 @@ import faulthandler
 import gc
 import importlib
 import importlib.util
+import multiprocessing.context
 import os
 import pickle
 import signal
@@ -66,6 +68,7 @@ _PRELOAD = (
     "torch.nn.parallel",
     "torch._dynamo",  # torch.compile and some optimizers import it: seconds for each rank otherwise
     "torch.optim",
+    "dist_ckpt.builder",  # what checkpoint processes import
 )
 
 
@@ -112,9 +115,9 @@ class WorldError(AssertionError):
         self.outcomes = tuple(outcomes)
 
 
-def start_nursery() -> None:
-    """Start the nursery now, so that a test which counts processes does not find a new one."""
-    _Nursery.get()
+def start_nursery() -> str:
+    """Start the nursery now, if there is none; return the address for ``_spawn.warm_popen``."""
+    return _Nursery.get().spawns_at
 
 
 def run_ranks(
@@ -176,8 +179,8 @@ def run_program(
     """Run a program in a fork of the nursery: as an interpreter of its own, with torch imported.
 
     It is ``__main__``, and it ends as any interpreter does: threads, ``atexit``, exit code. What
-    needs a start of its own (which modules are imported, flags of the interpreter, children that
-    are spawned and import ``__main__``) is for ``subprocess``.
+    needs a start of its own (which modules are imported, flags of the interpreter) is for
+    ``subprocess``.
 
     Args:
         source: The text of the program.
@@ -392,13 +395,17 @@ class _Nursery:
         ours, theirs = socket.socketpair()
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, **_ENVIRONMENT},
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
+        self.spawns_at = f"\0dist_ckpt-tests-{os.getpid()}-{ours.fileno()}"
+        with theirs, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self.spawns_at)
+            listener.listen()
+            fds = [theirs.fileno(), listener.fileno()]
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).resolve()), *map(str, fds)],
+                pass_fds=fds,
+                env={**os.environ, **_ENVIRONMENT},
+                stdin=subprocess.DEVNULL,
+            )
         atexit.register(self.close)
 
     @classmethod
@@ -454,11 +461,12 @@ class _Nursery:
 # -- the nursery -----------------------------------------------------------------------------------
 
 
-def _nursery_main(descriptor: int) -> None:
-    channel = socket.socket(fileno=descriptor)
-    connection = Connection(os.dup(descriptor))
+def _nursery_main(descriptor: int, listener: int) -> None:
     for name in _PRELOAD:
         importlib.import_module(name)
+    _serve_spawns(socket.socket(fileno=listener), descriptor)
+    channel = socket.socket(fileno=descriptor)
+    connection = Connection(os.dup(descriptor))
     while True:
         try:
             fields, args = pickle.loads(connection.recv_bytes())
@@ -489,6 +497,21 @@ def _nursery_main(descriptor: int) -> None:
         _reply(connection, pids=pids)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         _reply(connection, exit_codes=codes)
+
+
+def _serve_spawns(listener: socket.socket, descriptor: int) -> None:
+    """Fork the server of spawned processes, before there is anything of a test here."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.multiprocess._spawn import serve, warm_popen
+
+    multiprocessing.context.SpawnProcess._Popen = warm_popen(listener.getsockname().decode())
+    alive, held = os.pipe()  # it ends with this process and its forks
+    with listener:
+        if os.fork() == 0:
+            os.close(held)
+            os.close(descriptor)
+            serve(listener, alive)
+    os.close(alive)
 
 
 def _reply(connection: Connection, **reply: Any) -> None:
@@ -639,7 +662,7 @@ def _redirect_output(file: Path) -> None:
 if __name__ == "__main__":
     _program = None
     try:
-        _nursery_main(int(sys.argv[1]))
+        _nursery_main(*map(int, sys.argv[1:]))
     except _BecomeProgram as _forked:
         _program = _forked.program
     if _program is not None:

@@ -59,6 +59,7 @@ from dist_ckpt.options import LoadOptions
 from dist_ckpt.staging import CheckpointStagerConfig, DefaultStager
 from dist_ckpt.types import RankInfo
 from tests._checkpoint_hooks import ByName, Fails, Gate, Recorder, note_pid_writer
+from tests.multiprocess._world import run_program
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn,
@@ -530,6 +531,7 @@ def test_a_part_that_is_none_of_ours(cell: Any, folder: Path) -> None:
 # -- hooks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_hooks_around_the_commit(folder: Path) -> None:
     """Before, nothing is there; after, it is; what ``save`` was given reaches both."""
     expected = ["pre c [('epoch', 3)] False", "post c [('epoch', 3)] True"]
@@ -735,6 +737,7 @@ def test_a_failure_that_nobody_saw_is_raised_once(
     assert names(folder) == ["good"]
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_close_reports_and_closes(folder: Path) -> None:
     """A failure nobody saw is raised by ``close``, once, and everything is closed all the same."""
     checkpointer = make_async_checkpointer(**hooked(Fails(before=("bad",))))
@@ -752,6 +755,7 @@ def test_close_reports_and_closes(folder: Path) -> None:
     assert names(folder) == []
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_close_waits_for_what_was_asked_for(folder: Path) -> None:
     """A save under way is committed, not cancelled."""
     gate = Gate(folder / "gate", ("c",))
@@ -816,6 +820,7 @@ def test_load_of_a_path_whose_save_failed(scripted: AsyncCheckpointer, folder: P
     assert scripted.load(folder / "bad") == {"x": "old"}
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_a_killed_process(folder: Path) -> None:
     """Its save fails with the signal's name, nothing is committed, and the next save works.
 
@@ -842,6 +847,7 @@ def test_a_killed_process(folder: Path) -> None:
     assert names(folder) == ["gate", "good", "idle"]
 
 
+@pytest.mark.usefixtures("warm_spawn")
 @pytest.mark.parametrize(
     ("fn", "args", "error", "message"),
     [
@@ -872,6 +878,7 @@ def test_a_process_that_does_not_start(
     assert names(folder) == []
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_a_writer_of_ones_own(folder: Path) -> None:
     """The function makes it in the process, with the rank; its ``write`` is what is called."""
     process = CheckpointProcess(RankInfo(0, 1), checkpoint_writer_init_fn=note_pid_writer)
@@ -884,6 +891,7 @@ def test_a_writer_of_ones_own(folder: Path) -> None:
     assert pid != os.getpid()
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_a_process_that_does_not_end_is_killed(folder: Path) -> None:
     """``subprocess_shutdown_timeout_secs`` is honoured, and said in the log."""
     process = CheckpointProcess(
@@ -936,10 +944,13 @@ def test_nothing_is_left_when_a_script_ends(closes: bool, folder: Path) -> None:
     )
     before = set(names(SHARED_MEMORY))
 
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    if closes:
+        done = run_program(script.read_text(), cwd=folder, file=script, is_strict=True)
+    else:  # the harder end has a fresh interpreter, and one for the process that it spawns
+        done = subprocess.run(
+            [sys.executable, "-W", "error", str(script)],
+            cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
 
     assert (done.returncode, done.stderr) == (0, "")
     assert not Path(f"/proc/{int(done.stdout)}").exists()
