@@ -31,7 +31,7 @@ from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt._worker.queue import Settler
 from dist_ckpt._worker.result import InFlight, beside
 from dist_ckpt._worker.step_guard import step_guard
-from dist_ckpt._worker.submit import Means, hand_over
+from dist_ckpt._worker.submit import StagingResources, hand_over
 from dist_ckpt._worker.worker import Worker
 from dist_ckpt.errors import (
     AsyncSaveError,
@@ -95,7 +95,7 @@ class _Machinery:
             self.worker = Worker(kind=self._options.worker, rank=rank)
         return self.worker
 
-    def means(self, worker: Worker, timeout_secs: float) -> Means:
+    def staging_resources(self, worker: Worker, timeout_secs: float) -> StagingResources:
         if self.pool is None:
             self.pool = StagingPool(
                 generations=min(_GENERATIONS, self._options.max_in_flight),
@@ -104,7 +104,7 @@ class _Machinery:
         if self.copier is None:
             self.copier = Copier(thread_count=self._options.copy_threads)
         self.guard_optimizers()
-        return Means(
+        return StagingResources(
             pool=self.pool,
             copier=self.copier,
             worker=worker,
@@ -467,7 +467,9 @@ class BackgroundSaver:
         )
         save = InFlight(number=self._number, path=call.target, comm=comm, planned=planned)
         try:
-            save.handed = hand_over(planned, self._number, self._means(worker, call.options))
+            save.handed = hand_over(
+                planned, self._number, self._staging_resources(worker, call.options)
+            )
         except Exception as error:  # noqa: BLE001 - all ranks are told when it is settled
             save.error = error
         except BaseException as interrupt:  # noqa: BLE001 - raised when the others are told
@@ -508,8 +510,8 @@ class BackgroundSaver:
             handed.task.add_done_callback(staged)
         handed.save.written.add_done_callback(written)
 
-    def _means(self, worker: Worker, options: SaveOptions) -> Means:
-        return self._machinery.means(worker, self._patience(options))
+    def _staging_resources(self, worker: Worker, options: SaveOptions) -> StagingResources:
+        return self._machinery.staging_resources(worker, self._patience(options))
 
     def _worker_of(self, rank: int) -> Worker:
         self._rank = rank

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dist_ckpt._worker.orders import Order
     from dist_ckpt._worker.worker import Worker, WorkerSave
 
-__all__ = ["HandedOver", "Means", "hand_over"]
+__all__ = ["HandedOver", "StagingResources", "hand_over"]
 
 _SLOTS = 8
 _GENERATIONS = 2
@@ -40,7 +40,7 @@ _PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
+class StagingResources:
     """What a rank stages with."""
 
     pool: StagingPool
@@ -74,7 +74,7 @@ class HandedOver:
         return None if isinstance(self.failure, Exception) else self.failure
 
 
-def hand_over(planned: PlannedSave, number: int, means: Means) -> HandedOver:
+def hand_over(planned: PlannedSave, number: int, resources: StagingResources) -> HandedOver:
     """Give the worker its order and stage the bytes. Never raises for a failure to stage.
 
     Raises:
@@ -83,19 +83,21 @@ def hand_over(planned: PlannedSave, number: int, means: Means) -> HandedOver:
     """
     nbytes = _nbytes(planned)
     what = f"the save number {number}, in {planned.directory}"
-    lease = means.pool.acquire(max(nbytes, _PAGE), timeout_secs=means.timeout_secs, what=what)
+    lease = resources.pool.acquire(
+        max(nbytes, _PAGE), timeout_secs=resources.timeout_secs, what=what
+    )
     try:
         for key in lease.retired:
-            means.worker.forget_arena(key)
+            resources.worker.forget_arena(key)
         if planned.image is None:
-            return _format_save(planned, number, means, lease, nbytes)
-        save = _begin(_file_order(planned), planned, number, means, lease)
+            return _format_save(planned, number, resources, lease, nbytes)
+        save = _begin(_file_order(planned), planned, number, resources, lease)
     except BaseException:
         lease.release()
         raise
     task, failure = None, None
     try:
-        task = _stage(planned, planned.image, save, means, lease)
+        task = _stage(planned, planned.image, save, resources, lease)
     except BaseException as error:  # noqa: BLE001 - all ranks are told; an interrupt is raised again
         failure = error
         save.abandon(error)
@@ -110,9 +112,9 @@ def _nbytes(planned: PlannedSave) -> int:
 
 
 def _begin(
-    order: Order, planned: PlannedSave, number: int, means: Means, lease: Lease
+    order: Order, planned: PlannedSave, number: int, resources: StagingResources, lease: Lease
 ) -> WorkerSave:
-    return means.worker.begin(
+    return resources.worker.begin(
         number,
         order,
         descriptor=lease.arena.descriptor,
@@ -135,17 +137,21 @@ def _file_order(planned: PlannedSave) -> FileOrder:
 
 
 def _stage(
-    planned: PlannedSave, image: FileImage, save: WorkerSave, means: Means, lease: Lease
+    planned: PlannedSave,
+    image: FileImage,
+    save: WorkerSave,
+    resources: StagingResources,
+    lease: Lease,
 ) -> CopyTask | None:
     if lease.nbytes < image.nbytes:
         lease.layout = None
-        _stream(image, planned, save, means, lease)
+        _stream(image, planned, save, resources, lease)
         return None
-    later = _copy_now(planned, image, means, lease)
+    later = _copy_now(planned, image, resources, lease)
     if later is None:
         _all_staged(image.runs(), save)
         return None
-    task = means.copier.start(later)
+    task = resources.copier.start(later)
     task.add_done_callback(_teller(image.runs(), save))
     return task
 
@@ -160,28 +166,28 @@ class _Plans:
 
 
 def _copy_now(
-    planned: PlannedSave, image: FileImage, means: Means, lease: Lease
+    planned: PlannedSave, image: FileImage, resources: StagingResources, lease: Lease
 ) -> CopyPlan | None:
     """Make the copies that may not wait; return the others, if there are any."""
     targets, shards = _laid_out(image, lease), planned.prepared.shards
     live = planned.prepared.request.live
     if live is None:
-        means.copier.run(image.copies(targets, shards))
+        resources.copier.run(image.copies(targets, shards))
         return None
     plans: _Plans | None = live.memo.get(lease.key)
     if plans is None or plans.targets is not targets:
         if len(live.memo) > _GENERATIONS:
             live.memo.clear()  # of memory that is gone
         copies = image.copies(targets, live.shards)
-        steady = live.steady if means.overlap else frozenset[str]()
+        steady = live.steady if resources.overlap else frozenset[str]()
         waiting = [copy for copy in copies if copy.name in steady]
         plans = live.memo[lease.key] = _Plans(
             targets,
             CopyPlan([copy for copy in copies if copy.name not in steady]),
             CopyPlan(waiting, watches=True) if waiting else None,
         )
-    means.copier.run(image.copies(targets, shards, first=len(live.shards)))
-    means.copier.run(plans.now)
+    resources.copier.run(image.copies(targets, shards, first=len(live.shards)))
+    resources.copier.run(plans.now)
     return plans.later
 
 
@@ -213,7 +219,11 @@ def _teller(runs: Sequence[Run], save: WorkerSave) -> Callable[[BaseException | 
 
 
 def _stream(
-    image: FileImage, planned: PlannedSave, save: WorkerSave, means: Means, lease: Lease
+    image: FileImage,
+    planned: PlannedSave,
+    save: WorkerSave,
+    resources: StagingResources,
+    lease: Lease,
 ) -> None:
     """Stage through slots that the worker gives back."""
     slot_nbytes = max(lease.nbytes // _SLOTS // _PAGE * _PAGE, min(lease.nbytes, _PAGE))
@@ -224,7 +234,7 @@ def _stream(
         if free:
             return free.popleft()
         oldest = out.popleft()
-        save.wait_freed(oldest, means.timeout_secs)
+        save.wait_freed(oldest, resources.timeout_secs)
         return oldest.offset
 
     for run in image.stream(lease.arena, planned.prepared.shards, take, slot_nbytes):
@@ -243,7 +253,7 @@ def _source_views(planned: PlannedSave) -> list[torch.Tensor]:
 
 
 def _format_save(
-    planned: PlannedSave, number: int, means: Means, lease: Lease, nbytes: int
+    planned: PlannedSave, number: int, resources: StagingResources, lease: Lease, nbytes: int
 ) -> HandedOver:
     """Stage tensors for a format that writes by itself.
 
@@ -256,12 +266,12 @@ def _format_save(
         if lease.nbytes < nbytes:
             order = FormatOrder(without_data(planned), None, write_part(planned))
         else:
-            order = _staged_order(planned, means, lease)
+            order = _staged_order(planned, resources, lease)
             copied = sum(view.nbytes for view in _source_views(planned))
     except Exception as error:  # noqa: BLE001 - all ranks are told of it
         failure = error
         order = FormatOrder(without_data(planned), None)
-    save = _begin(order, planned, number, means, lease)
+    save = _begin(order, planned, number, resources, lease)
     if failure is not None:
         save.abandon(failure)
     else:
@@ -269,7 +279,7 @@ def _format_save(
     return HandedOver(save=save, lease=lease, task=None, nbytes=copied, failure=failure)
 
 
-def _staged_order(planned: PlannedSave, means: Means, lease: Lease) -> FormatOrder:
+def _staged_order(planned: PlannedSave, resources: StagingResources, lease: Lease) -> FormatOrder:
     prepared, shards = planned.prepared, planned.prepared.shards
     copies, position = [], 0
     staged: list[torch.Tensor | None] = [None] * len(shards)
@@ -280,6 +290,6 @@ def _staged_order(planned: PlannedSave, means: Means, lease: Lease) -> FormatOrd
         target = staged[index] = lease.arena.view(position, tuple(view.shape), view.dtype)
         position += Arena.nbytes_for([view])
         copies.append(Copy(view, target, shards.table[index].key))
-    means.copier.run(copies)
+    resources.copier.run(copies)
     prepared = replace(prepared, shards=shards.with_data(staged))
     return FormatOrder(replace(planned, prepared=prepared), lease.arena)
