@@ -31,7 +31,7 @@ from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt._worker.queue import Settler
 from dist_ckpt._worker.result import InFlight, beside
 from dist_ckpt._worker.step_guard import step_guard
-from dist_ckpt._worker.submit import StagingResources, hand_over
+from dist_ckpt._worker.submit import StagingResources, submit_save
 from dist_ckpt._worker.worker import Worker
 from dist_ckpt.errors import (
     AsyncSaveError,
@@ -118,11 +118,11 @@ class _Machinery:
 
     def finish_staging(self) -> None:
         """Return when all copies are done; see ``BackgroundSaver.finish_staging``."""
-        for handed in self.settler.handed:
-            if handed.task is None:
+        for submitted in self.settler.submitted:
+            if submitted.task is None:
                 continue
             try:
-                handed.task.wait(self._timeout_secs)
+                submitted.task.wait(self._timeout_secs)
             except BarrierTimeoutError:
                 raise  # going on would change what is being copied
             except CheckpointingException:
@@ -467,7 +467,7 @@ class BackgroundSaver:
         )
         save = InFlight(number=self._number, path=call.target, comm=comm, planned=planned)
         try:
-            save.handed = hand_over(
+            save.submitted = submit_save(
                 planned, self._number, self._staging_resources(worker, call.options)
             )
         except Exception as error:  # noqa: BLE001 - all ranks are told when it is settled
@@ -475,8 +475,8 @@ class BackgroundSaver:
         except BaseException as interrupt:  # noqa: BLE001 - raised when the others are told
             save.error = AsyncSaveError(f"rank {comm.rank} was interrupted: {interrupt!r}")
             save.interrupt = interrupt
-        if save.handed is not None:
-            save.interrupt = save.handed.interrupt
+        if save.submitted is not None:
+            save.interrupt = save.submitted.interrupt
         return save
 
     def _served(self, worker: Worker, comm: Communicator) -> HubAddress | None:
@@ -487,8 +487,8 @@ class BackgroundSaver:
 
     def _announce(self, save: InFlight, common: dict[str, Any], waited: float) -> None:
         """Tell of the copy when it is done, and of the writing."""
-        handed, emit = save.handed, self._emit  # callbacks must not keep the saver
-        if handed is None:
+        submitted, emit = save.submitted, self._emit  # callbacks must not keep the saver
+        if submitted is None:
             return
         stall = time.monotonic() - save.started
 
@@ -497,18 +497,18 @@ class BackgroundSaver:
                 secs = time.monotonic() - save.started - waited
                 emit(
                     Staged(**common, stall_secs=stall, wait_secs=waited, copy_secs=secs,
-                           nbytes=handed.nbytes)
+                           nbytes=submitted.nbytes)
                 )  # fmt: skip
 
         def written(done: Future[float]) -> None:
-            if "written" in handed.save.timings:
-                emit(Written(**common, secs=done.result(), nbytes=handed.save.nbytes))
+            if "written" in submitted.save.timings:
+                emit(Written(**common, secs=done.result(), nbytes=submitted.save.nbytes))
 
-        if handed.task is None:
-            staged(handed.failure)
+        if submitted.task is None:
+            staged(submitted.failure)
         else:
-            handed.task.add_done_callback(staged)
-        handed.save.written.add_done_callback(written)
+            submitted.task.add_done_callback(staged)
+        submitted.save.written.add_done_callback(written)
 
     def _staging_resources(self, worker: Worker, options: SaveOptions) -> StagingResources:
         return self._machinery.staging_resources(worker, self._patience(options))

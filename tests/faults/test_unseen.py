@@ -236,9 +236,9 @@ def test_a_rank_that_gives_a_save_up_hears_its_end_or_prevents_it(
     if heard:
         comm.beside("s/1", timeout_secs=1).tell("ended", failure if heard == "failed" else None)
     given_up = GivenUpError("closed")
-    handed: Any = SimpleNamespace(save=SimpleNamespace(outcome=Future()))
-    handed.save.outcome.set_exception(given_up)
-    save = InFlight(number=1, path=attempt.target, comm=comm, planned=planned, handed=handed)
+    submitted: Any = SimpleNamespace(save=SimpleNamespace(outcome=Future()))
+    submitted.save.outcome.set_exception(given_up)
+    save = InFlight(number=1, path=attempt.target, comm=comm, planned=planned, submitted=submitted)
     save.given_up.set()  # as `close` does
 
     ended = outcome(save)

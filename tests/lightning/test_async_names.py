@@ -411,8 +411,8 @@ def test_copies_end_before_weights_are_exchanged(
 
     def look(name: str) -> Any:
         def hook(trainer: Any) -> None:
-            handed = saver_of(trainer)._settler.handed
-            busy = sum(one.task is not None and not one.task.is_done for one in handed)
+            submitted = saver_of(trainer)._settler.submitted
+            busy = sum(one.task is not None and not one.task.is_done for one in submitted)
             seen[name] = seen.get(name, 0) + busy
 
         return hook

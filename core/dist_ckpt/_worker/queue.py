@@ -26,7 +26,7 @@ from dist_ckpt.events import Committed, Failed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dist_ckpt._worker.submit import HandedOver
+    from dist_ckpt._worker.submit import SubmittedSave
     from dist_ckpt.events import Event
 
 __all__ = ["Settler"]
@@ -99,10 +99,10 @@ class Settler:
             return tuple(save.path for save in self._saves)
 
     @property
-    def handed(self) -> tuple[HandedOver, ...]:
+    def submitted(self) -> tuple[SubmittedSave, ...]:
         """What the worker has of them."""
         with self._changed:
-            return tuple(save.handed for save in self._saves if save.handed is not None)
+            return tuple(save.submitted for save in self._saves if save.submitted is not None)
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread is one of these."""
@@ -322,12 +322,12 @@ class Settler:
     def _settle(self, save: InFlight) -> None:
         failure = outcome(save)
         _let_go_of_frames(failure)
-        if save.handed is not None:
-            if save.handed.task is not None:
-                save.handed.task.abandon()  # nobody writes into the memory that goes back
-            save.handed.lease.release()
+        if save.submitted is not None:
+            if save.submitted.task is not None:
+                save.submitted.task.abandon()  # nobody writes into the memory that goes back
+            save.submitted.lease.release()
         secs = time.monotonic() - save.started
-        nbytes = save.handed.save.nbytes if save.handed is not None else 0
+        nbytes = save.submitted.save.nbytes if save.submitted is not None else 0
         path, rank = str(save.path), save.comm.rank
         event: Event
         if failure is None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt._saving.plan import PlannedSave
     from dist_ckpt._worker.orders import Staged
-    from dist_ckpt._worker.submit import HandedOver
+    from dist_ckpt._worker.submit import SubmittedSave
     from dist_ckpt.storage.commit import Attempt
     from dist_ckpt.types import Communicator
 
@@ -59,7 +59,7 @@ class InFlight:
         comm: The ranks.
         started: When it was asked for, by ``time.monotonic``.
         planned: Its plan.
-        handed: What the worker has; None if it could not be handed over, for the reason ``error``.
+        submitted: What the worker has; None if ``error`` prevented the submission.
         interrupt: Ctrl-C or the like, to be raised once the others are told.
         on_settled: Called at the end, on the settler's thread, with None or the failure.
         given_up: Set when its end is not waited for any more.
@@ -69,7 +69,7 @@ class InFlight:
     path: Path
     comm: Communicator
     planned: PlannedSave
-    handed: HandedOver | None = None
+    submitted: SubmittedSave | None = None
     started: float = 0.0
     error: Exception | None = None
     interrupt: BaseException | None = None
@@ -97,8 +97,8 @@ def beside(
 def outcome(save: InFlight) -> BaseException | None:
     """Wait for the end of a save; return None if it is committed, else what failed."""
     try:
-        if save.handed is not None:
-            save.handed.save.outcome.result()
+        if save.submitted is not None:
+            save.submitted.save.outcome.result()
         elif save.error is not None:
             _stand_in(save, save.error)
     except (GivenUpError, HubLostError, WorkerDiedError) as error:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dist_ckpt._worker.orders import Order
     from dist_ckpt._worker.worker import Worker, WorkerSave
 
-__all__ = ["HandedOver", "StagingResources", "hand_over"]
+__all__ = ["StagingResources", "SubmittedSave", "submit_save"]
 
 _SLOTS = 8
 _GENERATIONS = 2
@@ -51,7 +51,7 @@ class StagingResources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandedOver:
+class SubmittedSave:
     """A save that the worker has.
 
     Attributes:
@@ -74,7 +74,7 @@ class HandedOver:
         return None if isinstance(self.failure, Exception) else self.failure
 
 
-def hand_over(planned: PlannedSave, number: int, resources: StagingResources) -> HandedOver:
+def submit_save(planned: PlannedSave, number: int, resources: StagingResources) -> SubmittedSave:
     """Give the worker its order and stage the bytes. Never raises for a failure to stage.
 
     Raises:
@@ -102,7 +102,7 @@ def hand_over(planned: PlannedSave, number: int, resources: StagingResources) ->
         failure = error
         save.abandon(error)
     copied = sum(size for _, size in planned.image.names)
-    return HandedOver(save=save, lease=lease, task=task, nbytes=copied, failure=failure)
+    return SubmittedSave(save=save, lease=lease, task=task, nbytes=copied, failure=failure)
 
 
 def _nbytes(planned: PlannedSave) -> int:
@@ -254,7 +254,7 @@ def _source_views(planned: PlannedSave) -> list[torch.Tensor]:
 
 def _format_save(
     planned: PlannedSave, number: int, resources: StagingResources, lease: Lease, nbytes: int
-) -> HandedOver:
+) -> SubmittedSave:
     """Stage tensors for a format that writes by itself.
 
     A state that does not fit is written now, by this thread; only the commit is the worker's then.
@@ -276,7 +276,7 @@ def _format_save(
         save.abandon(failure)
     else:
         save.all_staged()
-    return HandedOver(save=save, lease=lease, task=None, nbytes=copied, failure=failure)
+    return SubmittedSave(save=save, lease=lease, task=None, nbytes=copied, failure=failure)
 
 
 def _staged_order(planned: PlannedSave, resources: StagingResources, lease: Lease) -> FormatOrder:
