@@ -29,7 +29,7 @@ from dist_ckpt._saving.request import SaveCall, SaveRequest
 from dist_ckpt._staging_pool.copying import Copier
 from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt._worker.queue import Settler
-from dist_ckpt._worker.result import InFlight, beside
+from dist_ckpt._worker.result import SaveInFlight, beside
 from dist_ckpt._worker.step_guard import step_guard
 from dist_ckpt._worker.submit import StagingResources, submit_save
 from dist_ckpt._worker.worker import Worker
@@ -451,7 +451,7 @@ class BackgroundSaver:
         if save.interrupt is not None:
             raise save.interrupt
 
-    def _begin(self, call: SaveCall) -> InFlight:
+    def _begin(self, call: SaveCall) -> SaveInFlight:
         comm, worker = call.comm, self._worker_of(call.comm.rank)
 
         def started() -> SaveRequest:
@@ -465,7 +465,7 @@ class BackgroundSaver:
             serve=lambda: self._served(worker, comm),
             number=self._number,
         )
-        save = InFlight(number=self._number, path=call.target, comm=comm, planned=planned)
+        save = SaveInFlight(number=self._number, path=call.target, comm=comm, planned=planned)
         try:
             save.submitted = submit_save(
                 planned, self._number, self._staging_resources(worker, call.options)
@@ -485,7 +485,7 @@ class BackgroundSaver:
         beside(comm, "look", 1.0)  # refuses ranks that could not be told of a failure
         return worker.serve_hub(hosts_of_this_rank(), self._timeout_secs)
 
-    def _announce(self, save: InFlight, common: dict[str, Any], waited: float) -> None:
+    def _announce(self, save: SaveInFlight, common: dict[str, Any], waited: float) -> None:
         """Tell of the copy when it is done, and of the writing."""
         submitted, emit = save.submitted, self._emit  # callbacks must not keep the saver
         if submitted is None:

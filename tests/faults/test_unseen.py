@@ -30,7 +30,7 @@ from dist_ckpt._formats.torch_dist.format import TorchDistFormat
 from dist_ckpt._formats.zarr import write as zarr_write
 from dist_ckpt._sharding.assign import CHUNK_NBYTES, assign_writers
 from dist_ckpt._worker import link
-from dist_ckpt._worker.result import InFlight, outcome
+from dist_ckpt._worker.result import SaveInFlight, outcome
 from dist_ckpt._worker.saves import GivenUpError
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.derive import sharded_state_dict
@@ -238,7 +238,9 @@ def test_a_rank_that_gives_a_save_up_hears_its_end_or_prevents_it(
     given_up = GivenUpError("closed")
     submitted: Any = SimpleNamespace(save=SimpleNamespace(outcome=Future()))
     submitted.save.outcome.set_exception(given_up)
-    save = InFlight(number=1, path=attempt.target, comm=comm, planned=planned, submitted=submitted)
+    save = SaveInFlight(
+        number=1, path=attempt.target, comm=comm, planned=planned, submitted=submitted
+    )
     save.given_up.set()  # as `close` does
 
     ended = outcome(save)

@@ -185,7 +185,7 @@ SCRIPT = """
     from dist_ckpt._saving.publish import CommitPoint
     from dist_ckpt._worker.hub import HubAddress
     from dist_ckpt._comm.store import StoreCommunicator
-    from dist_ckpt._worker.result import InFlight
+    from dist_ckpt._worker.result import SaveInFlight
     from dist_ckpt.background import BackgroundOptions, BackgroundSaver
     from dist_ckpt.preemption import PreemptionGuard
 
@@ -201,7 +201,7 @@ SCRIPT = """
         phase="writing", target=folder / "c", directory=folder / "a", rank=1, world_size=2,
         options=None, prepared=None, saver="s", number=1, point=point,
     )
-    save = InFlight(number=1, path=folder / "c", comm=comm, planned=planned, error=OSError("boom"))
+    save = SaveInFlight(number=1, path=folder / "c", comm=comm, planned=planned, error=OSError("boom"))
     saver._settler.add(save)
     while store.num_keys() and not saver._settler._settling:
         pass

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from dist_ckpt._saving.in_flight import add_writer
-from dist_ckpt._worker.result import InFlight, beside, outcome
+from dist_ckpt._worker.result import SaveInFlight, beside, outcome
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError
 from dist_ckpt.events import Committed, Failed
 
@@ -78,7 +78,7 @@ class Settler:
         """Start without a thread: the first save starts it."""
         self._emit = emit
         self._changed = threading.Condition()
-        self._saves: deque[InFlight] = deque()
+        self._saves: deque[SaveInFlight] = deque()
         self._actions: deque[_Action] = deque()
         self._alarms: deque[_Alarm] = deque()
         self._failed: set[int] = set()
@@ -113,7 +113,7 @@ class Settler:
         with self._changed:
             self._run_threads()
 
-    def add(self, save: InFlight) -> None:
+    def add(self, save: SaveInFlight) -> None:
         """Take over a save."""
         with self._changed:
             save.given_up = self._given_up
@@ -319,7 +319,7 @@ class Settler:
     def _is_over(self) -> bool:
         return self._closed and not self._actions
 
-    def _settle(self, save: InFlight) -> None:
+    def _settle(self, save: SaveInFlight) -> None:
         failure = outcome(save)
         _let_go_of_frames(failure)
         if save.submitted is not None:
@@ -346,7 +346,7 @@ class Settler:
         if alarm is not None:
             self._agree(save, alarm)
 
-    def _end(self, save: InFlight, failure: BaseException | None) -> _Alarm | None:
+    def _end(self, save: SaveInFlight, failure: BaseException | None) -> _Alarm | None:
         with self._changed:
             self._saves.popleft()
             alarm = None
@@ -358,7 +358,7 @@ class Settler:
             self._changed.notify_all()
         return alarm
 
-    def _agree(self, save: InFlight, alarm: _Alarm) -> None:
+    def _agree(self, save: SaveInFlight, alarm: _Alarm) -> None:
         """Find the first poll that no rank has passed."""
         try:
             name = f"alarm/{save.planned.name}"
@@ -390,7 +390,7 @@ def _let_go_of_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _told(save: InFlight, failure: BaseException) -> AsyncSaveError:
+def _told(save: SaveInFlight, failure: BaseException) -> AsyncSaveError:
     error = AsyncSaveError(
         f"the background save to {save.path} failed, nothing of it is committed: {failure}"
     )

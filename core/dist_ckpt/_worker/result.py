@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dist_ckpt.storage.commit import Attempt
     from dist_ckpt.types import Communicator
 
-__all__ = ["InFlight", "beside", "outcome"]
+__all__ = ["SaveInFlight", "beside", "outcome"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _NOTE_SECS = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
-class InFlight:
+class SaveInFlight:
     """A save between its hand-over and its end.
 
     Attributes:
@@ -94,7 +94,7 @@ def beside(
     return comm.beside(name, timeout_secs=timeout_secs, stop=stop)
 
 
-def outcome(save: InFlight) -> BaseException | None:
+def outcome(save: SaveInFlight) -> BaseException | None:
     """Wait for the end of a save; return None if it is committed, else what failed."""
     try:
         if save.submitted is not None:
@@ -109,7 +109,7 @@ def outcome(save: InFlight) -> BaseException | None:
     return None if save.comm.rank != 0 else _noted(save, None)
 
 
-def _stand_in(save: InFlight, error: Exception) -> None:
+def _stand_in(save: SaveInFlight, error: Exception) -> None:
     """Say for a worker that was given no order that this rank has failed."""
     point, failure = save.planned.point, describe_failure(error)
     try:
@@ -148,7 +148,7 @@ class _Withdrawn:
             self.attempt.abort()
 
 
-def _noted(save: InFlight, failure: BaseException | None) -> BaseException | None:
+def _noted(save: SaveInFlight, failure: BaseException | None) -> BaseException | None:
     """Leave a note of how it ended for ranks that lost their worker's hub. Rank 0."""
     if save.comm.size > 1:
         try:
@@ -163,7 +163,7 @@ def _noted(save: InFlight, failure: BaseException | None) -> BaseException | Non
     return failure
 
 
-def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
+def _looked_up(save: SaveInFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
     """Find out how a save ended whose commit nobody has told of."""
     if save.comm.rank == 0:
         return _noted(save, _decided(save, error))
@@ -179,7 +179,7 @@ def _looked_up(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseExce
     return told
 
 
-def _decided(save: InFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
+def _decided(save: SaveInFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
     """Decide by the disk, as nobody answers; a stuck worker cannot commit afterwards."""
     target, directory = save.planned.target, save.planned.directory
     try:
