@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt import training_state
-from dist_ckpt._worker.queue import Settler
+from dist_ckpt._worker.queue import SaveQueue
 from dist_ckpt.background import BackgroundSaver
 from dist_ckpt.storage.commit import Attempt
 
@@ -38,7 +38,7 @@ class Peak:
         self._changed = threading.Condition()
         self._published, self._is_blocked, self._is_over = 0, False, False
         publish, remove = Attempt.publish, training_state.remove_tree
-        has_space, drain = Settler.has_space, BackgroundSaver.drain
+        has_space, drain = SaveQueue.has_space, BackgroundSaver.drain
 
         def measured(attempt: Attempt, *, old_files: Collection[str]) -> None:
             self._measure()
@@ -48,7 +48,7 @@ class Peak:
             publish(attempt, old_files=old_files)
 
         def late(path: Path) -> None:
-            if threading.current_thread().name == "dist_ckpt-after":
+            if threading.current_thread().name == "dist_ckpt-actions":
                 with self._changed:
                     seen = self._published
                     assert self._changed.wait_for(
@@ -58,8 +58,8 @@ class Peak:
             self._measure()
             remove(path)
 
-        def told(settler: Settler) -> bool:
-            found = has_space(settler)
+        def told(queue: SaveQueue) -> bool:
+            found = has_space(queue)
             with self._changed:
                 self._is_blocked = not found
                 self._changed.notify_all()
@@ -73,7 +73,7 @@ class Peak:
 
         monkeypatch.setattr(Attempt, "publish", measured)
         monkeypatch.setattr(training_state, "remove_tree", late)
-        monkeypatch.setattr(Settler, "has_space", told)
+        monkeypatch.setattr(SaveQueue, "has_space", told)
         monkeypatch.setattr(BackgroundSaver, "drain", over)
 
     def _measure(self) -> None:

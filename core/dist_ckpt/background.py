@@ -28,7 +28,7 @@ from dist_ckpt._saving.plan import Planner
 from dist_ckpt._saving.request import SaveCall, SaveRequest
 from dist_ckpt._staging_pool.copying import Copier
 from dist_ckpt._staging_pool.pool import StagingPool
-from dist_ckpt._worker.queue import Settler
+from dist_ckpt._worker.queue import SaveQueue
 from dist_ckpt._worker.result import SaveInFlight, beside
 from dist_ckpt._worker.step_guard import step_guard
 from dist_ckpt._worker.submit import StagingResources, submit_save
@@ -77,7 +77,7 @@ class _Machinery:
         self, options: BackgroundOptions, sinks: tuple[EventSink, ...], timeout_secs: float
     ) -> None:
         self._options, self._sinks, self._timeout_secs = options, sinks, timeout_secs
-        self.settler = Settler(self.emit)
+        self.queue = SaveQueue(self.emit)
         self.pool: StagingPool | None = None
         self.copier: Copier | None = None
         self.worker: Worker | None = None
@@ -118,7 +118,7 @@ class _Machinery:
 
     def finish_staging(self) -> None:
         """Return when all copies are done; see ``BackgroundSaver.finish_staging``."""
-        for submitted in self.settler.submitted:
+        for submitted in self.queue.submitted:
             if submitted.task is None:
                 continue
             try:
@@ -131,8 +131,8 @@ class _Machinery:
     def drain(self, timeout_secs: float | None = None) -> None:
         """Wait until nothing is in flight and queued, and raise what failed."""
         limit = self._options.drain_timeout_secs if timeout_secs is None else timeout_secs
-        self.settler.wait_for(self.settler.is_idle, limit, "waiting for saves")
-        self.settler.raise_failures()
+        self.queue.wait_for(self.queue.is_idle, limit, "waiting for saves")
+        self.queue.raise_failures()
 
     def close(self, timeout_secs: float | None, *, leaves: bool = False) -> None:
         """Drain, then release everything; see ``BackgroundSaver.close``."""
@@ -155,9 +155,9 @@ class _Machinery:
         if os.getpid() != self._pid:
             return  # a forked child: all is its parent's
         self._is_retired = True
-        if self.settler.retire(self._end_retired):
+        if self.queue.retire(self._end_retired):
             in_main = threading.current_thread() is threading.main_thread()
-            if in_main and not self.settler.in_flight:
+            if in_main and not self.queue.in_flight:
                 self._is_released.wait(_DROP_SECS)
             return
         self._forget_exit()
@@ -168,7 +168,7 @@ class _Machinery:
 
     def _end_retired(self) -> None:
         try:
-            self.settler.raise_failures()
+            self.queue.raise_failures()
         except AsyncSaveError:
             logger.exception("a saver was dropped without being closed, and its save failed")
         self._release(_CLOSE_SECS)
@@ -183,7 +183,7 @@ class _Machinery:
     def _close_at_exit(self) -> None:
         if self._is_retired:
             if not self._is_released.wait(_CLOSE_SECS):
-                self.settler.close(_CLOSE_SECS)
+                self.queue.close(_CLOSE_SECS)
         elif self._is_given_up:
             self._release(_CLOSE_SECS)
         else:
@@ -195,7 +195,7 @@ class _Machinery:
             self._guard.remove()
         if self.worker is not None:
             self.worker.close(timeout_secs)  # after that no save is open any more
-        self.settler.close(_CLOSE_SECS)
+        self.queue.close(_CLOSE_SECS)
         if self.copier is not None:
             self.copier.close()
         if self.pool is not None:
@@ -232,8 +232,8 @@ class BackgroundSaver:
         self._timeout_secs = timeout_secs
         self.descriptions = LiveDescriptions()
         self._machinery = _Machinery(self.options, tuple(sinks), timeout_secs)
-        self._settler = self._machinery.settler
-        self._planner = Planner(self._settler)
+        self._queue = self._machinery.queue
+        self._planner = Planner(self._queue)
         self._emit = self._machinery.emit
         self._number = 0
         self._accepted: deque[int] = deque(maxlen=self.options.max_in_flight)
@@ -266,7 +266,7 @@ class BackgroundSaver:
     @property
     def in_flight(self) -> tuple[Path, ...]:
         """Where the saves go that have not ended, oldest first."""
-        return self._settler.in_flight
+        return self._queue.in_flight
 
     def poll(self) -> None:
         """Raise the failure of a save that has ended, once. Cheap: call it each batch.
@@ -274,7 +274,7 @@ class BackgroundSaver:
         Raises:
             AsyncSaveError: A save failed; on every rank at the same call, counted from the first.
         """
-        self._settler.poll()
+        self._queue.poll()
 
     def after_commit(
         self, action: Callable[[], None], *, what: str, frees_space: bool = False
@@ -290,7 +290,7 @@ class BackgroundSaver:
             frees_space: Whether it removes something large: once it is due, the next save waits for
                 it, so that a run needs no more of the disk than one whose saves block.
         """
-        self._settler.after(action, what, frees_space=frees_space)
+        self._queue.after(action, what, frees_space=frees_space)
 
     def wait(self, path: PathLike | None = None, *, timeout_secs: float | None = None) -> None:
         """Wait until a path is not in flight any more, or nothing is.
@@ -305,13 +305,13 @@ class BackgroundSaver:
         """
         limit = self.options.drain_timeout_secs if timeout_secs is None else timeout_secs
         if path is None:
-            self._settler.wait_for(lambda: self._settler.has_room(1), limit, "waiting for saves")
-            self._settler.raise_failures()
+            self._queue.wait_for(lambda: self._queue.has_room(1), limit, "waiting for saves")
+            self._queue.raise_failures()
             return
-        number = self._settler.newest_to(path_to_tell(path))
-        self._settler.wait_for(lambda: self._settler.is_past(number), limit, f"waiting for {path}")
+        number = self._queue.newest_to(path_to_tell(path))
+        self._queue.wait_for(lambda: self._queue.is_past(number), limit, f"waiting for {path}")
         # Not those before it: whether this rank has waited here, the others do not know.
-        self._settler.raise_failures(upto=number, path=path_to_tell(path))
+        self._queue.raise_failures(upto=number, path=path_to_tell(path))
 
     def drain(self, *, timeout_secs: float | None = None) -> None:
         """Wait until nothing is in flight and all queued actions have run.
@@ -420,14 +420,14 @@ class BackgroundSaver:
         """
         self._check_open()
         started, limit = time.monotonic(), self.options.max_in_flight
-        waited = self._settler.wait_for(
-            lambda: self._settler.has_room(limit) and self._settler.has_space(),
+        waited = self._queue.wait_for(
+            lambda: self._queue.has_room(limit) and self._queue.has_space(),
             self._patience(call.options),
             f"saving {call.target}",
         )
         # The newest may be in flight on some rank; those before have ended on all.
         ended = self._accepted[0] if len(self._accepted) == limit else 0
-        self._settler.raise_failures(upto=ended)
+        self._queue.raise_failures(upto=ended)
         self._number += 1
         common = {
             "path": str(call.target),
@@ -447,7 +447,7 @@ class BackgroundSaver:
             self._announce(save, common, waited)
         finally:  # the worker has it: Ctrl-C in a sink must not leave its memory to nobody
             self._accepted.append(save.number)
-            self._settler.add(save)
+            self._queue.add(save)
         if save.interrupt is not None:
             raise save.interrupt
 
@@ -457,7 +457,7 @@ class BackgroundSaver:
         def started() -> SaveRequest:
             # A part of the request: if one rank cannot, all are told.
             worker.start()
-            self._settler.start()
+            self._queue.start()
             return call.build()
 
         planned = self._planner.plan(

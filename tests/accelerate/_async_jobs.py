@@ -42,5 +42,5 @@ def fail_one(job: Any, *args: Any) -> None:
 
 def wait_settled(accelerator: Accelerator) -> None:
     """Return when nothing is in flight, and raise nothing of it."""
-    settler = saver_of(accelerator)._settler
-    settler.wait_for(settler.is_idle, 60, "a test")
+    queue = saver_of(accelerator)._queue
+    queue.wait_for(queue.is_idle, 60, "a test")

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.multiprocess
 
 def wait_settled(job: Any) -> None:
     """Return when nothing is in flight on any rank, and raise nothing of it."""
-    settler = saver_of(job.accelerator)._settler
-    settler.wait_for(settler.is_idle, 60, "a test")
+    queue = saver_of(job.accelerator)._queue
+    queue.wait_for(queue.is_idle, 60, "a test")
     dist.barrier()
 
 

@@ -165,7 +165,7 @@ def test_waiting_for_a_path_does_not_tell_of_another(
     pid = worker_pid(saver)
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    wait_for = saver._settler.wait_for
+    wait_for = saver._queue.wait_for
 
     def going_on(*args: Any) -> float:
         os.kill(pid, signal.SIGCONT)  # only now: the path was in flight when it was looked up
@@ -175,8 +175,8 @@ def test_waiting_for_a_path_does_not_tell_of_another(
         save_model_and_optimizer(tmp_path / "bad", model, saver=saver)
     save_model_and_optimizer(tmp_path / "good", model, saver=saver)
     if has_ended:
-        going_on(saver._settler.is_idle, _SECS, "both saves")
-    with mock.patch.object(saver._settler, "wait_for", going_on):
+        going_on(saver._queue.is_idle, _SECS, "both saves")
+    with mock.patch.object(saver._queue, "wait_for", going_on):
         saver.wait(tmp_path / "good")
 
     assert is_checkpoint(tmp_path / "good")
@@ -191,7 +191,7 @@ def test_a_thread_that_cannot_start_fails_one_save(make: Any, tmp_path: Path) ->
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
-        if thread.name == "dist_ckpt-settle":
+        if thread.name == "dist_ckpt-saves":
             raise RuntimeError("can't start new thread")
         start(thread)
 

@@ -42,8 +42,8 @@ def worker_pid(trainer: L.Trainer) -> int:
 def wait_until_idle(trainer: L.Trainer) -> None:
     """Wait until the worker is there and all saves have ended, without being told how."""
     saver_of(trainer)._machinery.worker._link.wait_until_ready(WAIT_SECS)
-    settler = saver_of(trainer)._settler
-    settler.wait_for(settler.is_idle, WAIT_SECS, "a test")
+    queue = saver_of(trainer)._queue
+    queue.wait_for(queue.is_idle, WAIT_SECS, "a test")
 
 
 def tell_worker(trainer: L.Trainer, number: signal.Signals) -> None:

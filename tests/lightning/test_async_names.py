@@ -411,7 +411,7 @@ def test_copies_end_before_weights_are_exchanged(
 
     def look(name: str) -> Any:
         def hook(trainer: Any) -> None:
-            submitted = saver_of(trainer)._settler.submitted
+            submitted = saver_of(trainer)._queue.submitted
             busy = sum(one.task is not None and not one.task.is_done for one in submitted)
             seen[name] = seen.get(name, 0) + busy
 

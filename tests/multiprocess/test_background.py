@@ -254,7 +254,7 @@ def waits_late(rank: int, size: int, folder: str) -> tuple[str, str]:
     with failing_to("stage"):
         save(saver, job, path)
     if rank == 1:  # it has seen the end of it when it waits, rank 0 has not
-        saver._settler.wait_for(saver._settler.is_idle, 30, "a test")
+        saver._queue.wait_for(saver._queue.is_idle, 30, "a test")
     first = message_of(lambda: saver.wait(path))
     saver.close()
     return first, message_of(saver.poll)
@@ -276,7 +276,7 @@ def refused_between(rank: int, size: int, folder: str) -> list[str]:
         with failing_to("stage"):
             save(saver, job, home / f"{round_number}-bad")
         if rank == round_number % 2:
-            saver._settler.wait_for(saver._settler.is_idle, 30, "a test")
+            saver._queue.wait_for(saver._queue.is_idle, 30, "a test")
 
         def broken() -> Any:
             raise ValueError("boom")

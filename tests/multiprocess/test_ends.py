@@ -202,11 +202,11 @@ SCRIPT = """
         options=None, prepared=None, saver="s", number=1, point=point,
     )
     save = SaveInFlight(number=1, path=folder / "c", comm=comm, planned=planned, error=OSError("boom"))
-    saver._settler.add(save)
-    while store.num_keys() and not saver._settler._settling:
+    saver._queue.add(save)
+    while store.num_keys() and not saver._queue._settling:
         pass
     names = {one.name for one in threading.enumerate()}
-    assert {"dist_ckpt-settle", "dist_ckpt-preemption"} <= names, names
+    assert {"dist_ckpt-saves", "dist_ckpt-preemption"} <= names, names
 
     class Last:  # collected when the interpreter is finalised
         def __del__(self, enumerate=threading.enumerate, write=sys.stdout.write):

@@ -288,7 +288,7 @@ def test_a_failure_is_raised_once_by_whatever_comes_first(
 
 
 def _ended(saver: BackgroundSaver) -> bool:
-    saver._settler.wait_for(saver._settler.is_idle, 30, "the end")
+    saver._queue.wait_for(saver._queue.is_idle, 30, "the end")
     return True
 
 
@@ -471,11 +471,11 @@ def test_actions_run_behind_the_save_they_were_queued_at(
 def test_what_frees_space_comes_before_the_next_save(make: Make, job: Job, tmp_path: Path) -> None:
     """Once it is due: not while its save is in flight, and no other action holds up a save."""
     saver, other, removal = make(max_in_flight=2), threading.Event(), threading.Event()
-    settler = saver._settler
+    queue = saver._queue
 
     def has_space() -> bool:
-        with settler._changed:
-            return settler.has_space()
+        with queue._changed:
+            return queue.has_space()
 
     with stopped(saver):
         save(saver, job, tmp_path / "1")
@@ -484,7 +484,7 @@ def test_what_frees_space_comes_before_the_next_save(make: Make, job: Job, tmp_p
     saver.wait()
     assert not has_space()
     removal.set()
-    settler.wait_for(settler.is_idle, 60, "a test")
+    queue.wait_for(queue.is_idle, 60, "a test")
     with stopped(saver):
         save(saver, job, tmp_path / "2")
         saver.after_commit(lambda: other.wait(60) and None, what="an upload")

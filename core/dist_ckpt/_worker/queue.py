@@ -1,7 +1,7 @@
 """How background saves end: in order, with what was queued behind them, and told once to all ranks.
 
-Here: ``Settler``, its threads, and at which poll a failure is raised. Not here: how one save ended
-(``_worker.result``), planning and copying (``background``). On every rank.
+Here: ``SaveQueue``, its threads, and the poll at which a failure is raised. Not here: how one save
+ended (``_worker.result``), planning and copying (``background``). On every rank.
 
 The threads make no collective of a backend. They talk to the other ranks through the job's store,
 when a save has failed.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dist_ckpt._worker.submit import SubmittedSave
     from dist_ckpt.events import Event
 
-__all__ = ["Settler"]
+__all__ = ["SaveQueue"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class _Action:
     frees_space: bool = False
 
 
-class Settler:
+class SaveQueue:
     """Ends saves one after the other on a thread of its own.
 
     Args:
@@ -84,7 +84,7 @@ class Settler:
         self._failed: set[int] = set()
         self._newest = 0
         self._polls = 0
-        self._settling = False
+        self._finishing = False
         self._acting: _Action | None = None
         self._closed = False
         self._given_up = threading.Event()
@@ -229,7 +229,7 @@ class Settler:
 
     def is_idle(self) -> bool:
         """Whether all saves have ended and all actions have run; for ``wait_for``."""
-        return not (self._saves or self._actions or self._settling or self._acting is not None)
+        return not (self._saves or self._actions or self._finishing or self._acting is not None)
 
     def close(self, timeout_secs: float) -> None:
         """End the threads without waiting for saves in flight.
@@ -263,7 +263,7 @@ class Settler:
 
     def _run_threads(self) -> None:
         """Start those that are not there. With the lock held."""
-        for run, name in ((self._run, "dist_ckpt-settle"), (self._act, "dist_ckpt-after"))[
+        for run, name in ((self._run, "dist_ckpt-saves"), (self._act, "dist_ckpt-actions"))[
             len(self._threads) :
         ]:
             self._closed = False
@@ -279,13 +279,13 @@ class Settler:
                 if not self._saves:
                     break
                 save = self._saves[0]
-                self._settling = True
+                self._finishing = True
             try:
-                self._settle(save)
+                self._finish(save)
             finally:
                 del save  # else its state would be kept until the next one
                 with self._changed:
-                    self._settling = False
+                    self._finishing = False
                     self._changed.notify_all()
         if self._then is not None:
             with self._changed:
@@ -319,7 +319,7 @@ class Settler:
     def _is_over(self) -> bool:
         return self._closed and not self._actions
 
-    def _settle(self, save: SaveInFlight) -> None:
+    def _finish(self, save: SaveInFlight) -> None:
         failure = outcome(save)
         _let_go_of_frames(failure)
         if save.submitted is not None:

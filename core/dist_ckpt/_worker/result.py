@@ -1,7 +1,7 @@
 """How one background save ended, for certain.
 
 Here: what the worker has told, or other ranks, or the disk. Not here: the order of saves, and when
-a failure is raised (``_worker.queue``). On every rank, on the settler's thread.
+a failure is raised (``_worker.queue``). On every rank, on the queue's thread.
 
 A save is never taken for failed when it is committed, nor the other way: if rank 0's worker died,
 its training process looks at the disk, and leaves the answer in the job's store for ranks that have
@@ -61,7 +61,7 @@ class SaveInFlight:
         planned: Its plan.
         submitted: What the worker has; None if ``error`` prevented the submission.
         interrupt: Ctrl-C or the like, to be raised once the others are told.
-        on_settled: Called at the end, on the settler's thread, with None or the failure.
+        on_settled: Called at the end, on the queue's thread, with None or the failure.
         given_up: Set when its end is not waited for any more.
     """
 

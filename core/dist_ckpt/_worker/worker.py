@@ -210,7 +210,7 @@ class Worker:
         if link is not None:
             link.close(timeout_secs)
         for save in self._saves:
-            _settle(save, max(deadline - time.monotonic(), 0.0))
+            _finish(save, max(deadline - time.monotonic(), 0.0))
         self._saves = []
 
     def _started(self) -> Link:
@@ -226,7 +226,7 @@ class Worker:
         self._saves.append(save)
 
 
-def _settle(save: WorkerSave, timeout_secs: float) -> None:
+def _finish(save: WorkerSave, timeout_secs: float) -> None:
     try:
         save.outcome.exception(timeout_secs)
     except TimeoutError:
