@@ -14,7 +14,7 @@ import pytest
 from dist_ckpt._comm.failures import describe_failure
 from dist_ckpt._saving.publish import CommitPoint
 from dist_ckpt._worker import agreement
-from dist_ckpt._worker.agreement import Seat, commit, stand_in
+from dist_ckpt._worker.agreement import CommitParticipant, commit, stand_in
 from dist_ckpt._worker.hub import Hub
 from dist_ckpt._worker.hub_client import HubClient, HubLostError
 from dist_ckpt.errors import (
@@ -210,8 +210,8 @@ def test_a_missing_rank_is_named(hub: Hub, pool: ThreadPoolExecutor) -> None:
 def test_a_rank_that_is_gone_is_not_waited_for(hub: Hub) -> None:
     """A connection lost for the grace ends the wait, long before its time."""
     order = Ledger()
-    with closing(Seat()) as gone:
-        gone.attend(point(hub, 1, size=2))
+    with closing(CommitParticipant()) as gone:
+        gone.connect(point(hub, 1, size=2))
 
     with pytest.raises(BarrierTimeoutError, match="rank 1: its connection to the hub is gone"):
         commit(point(hub, 0, size=2, timeout_secs=300), order, "x")
@@ -322,7 +322,7 @@ def test_committed_is_committed(hub: Hub) -> None:
 
 def test_the_hub_does_not_grow(hub: Hub, pool: ThreadPoolExecutor) -> None:
     """Only what somebody may still ask for is kept."""
-    with closing(Seat()) as one, closing(Seat()) as two:
+    with closing(CommitParticipant()) as one, closing(CommitParticipant()) as two:
         for number in range(40):
             points = [CommitPoint(hub.address, f"save-{number}", r, 2, 30) for r in range(2)]
             ends = [
@@ -340,8 +340,8 @@ def test_the_hub_does_not_grow(hub: Hub, pool: ThreadPoolExecutor) -> None:
 
 def test_the_hub_lingers_until_all_have_heard(hub: Hub, pool: ThreadPoolExecutor) -> None:
     """But not for a rank that never came."""
-    with closing(Seat()) as first, closing(Seat()) as second:
-        second.attend(point(hub, 1))
+    with closing(CommitParticipant()) as first, closing(CommitParticipant()) as second:
+        second.connect(point(hub, 1))
         with pytest.raises(BarrierTimeoutError):
             first.commit(point(hub, 0, timeout_secs=0), Ledger(), "x")
         waiting = pool.submit(first.linger, 300)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dist_ckpt._worker.hub import HubAddress
     from dist_ckpt._worker.orders import Order
 
-__all__ = ["Seat", "commit", "stand_in"]
+__all__ = ["CommitParticipant", "commit", "stand_in"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ def commit(
     report: Any = None,
     failure: RankFailure | None = None,
 ) -> None:
-    """Agree on one save, with a connection of its own; see ``Seat.commit``."""
-    with contextlib.closing(Seat()) as seat:
+    """Agree on one save, with a connection of its own; see ``CommitParticipant.commit``."""
+    with contextlib.closing(CommitParticipant()) as seat:
         seat.commit(point, order, report, failure)
 
 
@@ -90,7 +90,7 @@ def stand_in(point: CommitPoint, failure: RankFailure, client: HubClient | None 
             own.close()
 
 
-class Seat:
+class CommitParticipant:
     """One process among those that agree: keeps its connection from save to save. One thread."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Seat:
         self._address: HubAddress | None = None
         self._kept: deque[CommitPoint] = deque()
 
-    def attend(self, point: CommitPoint | None) -> None:
+    def connect(self, point: CommitPoint | None) -> None:
         """Connect, so that rank 0 sees that this rank is there, or that it is gone.
 
         Raises:

@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._comm.failures import describe_failure, merged_error
-from dist_ckpt._worker.agreement import Seat
+from dist_ckpt._worker.agreement import CommitParticipant
 from dist_ckpt._worker.hub import Hub
 from dist_ckpt._worker.messages import (
     Abandon,
@@ -69,7 +69,7 @@ class WorkerLoop:
     def __init__(self, channel: Channel, config: Configure, *, is_process: bool) -> None:
         """Nothing runs yet."""
         self._channel, self._config, self._is_process = channel, config, is_process
-        self._seat = Seat()
+        self._participant = CommitParticipant()
         self._hub: Hub | None = None
         self._arenas: dict[int, MappedArena] = {}
         self._saves: dict[int, StagedSave] = {}
@@ -203,7 +203,7 @@ class WorkerLoop:
         try:
             if begin.commits:
                 self._note(f"committing {begin.target}", 0)
-                self._seat.commit(begin.point, order, report, failure)
+                self._participant.commit(begin.point, order, report, failure)
                 timings["committed"] = time.time()
             elif failure is not None:
                 raise merged_error(f"writing {begin.target}", {self._config.rank: failure}, None)
@@ -223,7 +223,7 @@ class WorkerLoop:
         try:
             self._note(f"beginning {begin.target}", 0)
             if begin.commits:
-                self._seat.attend(begin.point)
+                self._participant.connect(begin.point)
             # Made by this worker's own parent, see the module `orders`.
             order = pickle.loads(begin.order)  # noqa: S301 - see above
             assert order is not None  # noqa: S101 - for the type checker
@@ -264,8 +264,8 @@ class WorkerLoop:
 
     def _let_go(self) -> None:
         if self._hub is not None:
-            self._seat.linger(_LINGER_SECS)
-        self._seat.close()
+            self._participant.linger(_LINGER_SECS)
+        self._participant.close()
         if self._hub is not None:
             self._hub.close()
         for arena in self._arenas.values():
