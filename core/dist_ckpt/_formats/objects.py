@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMMON_KEY",
+    "DocumentPadding",
     "EncodedCommon",
     "PickleReport",
-    "Room",
     "decode_document",
     "encode_alone",
     "encode_common",
@@ -56,21 +56,21 @@ class EncodedCommon:
     shards: LocalShards
 
 
-class Room:
-    """How long each object's document was made last, so that the next is made as long.
+class DocumentPadding:
+    """Pads each object's document to the length that it had at the last save.
 
     A document whose length differs from save to save (random states, floats) would make a new plan
-    each time. So it is filled up with spaces, which JSON does not mind, to a length with room.
+    each time. Spaces at the end change nothing in JSON.
     """
 
     def __init__(self) -> None:
-        """Know of no document yet."""
+        """Start without a length for any key."""
         self._nbytes: dict[str, int] = {}
 
-    def filled(self, key: str, data: bytes) -> bytes:
-        """Return a document with spaces behind it, as long as the last one of that key if it fits.
+    def padded(self, key: str, data: bytes) -> bytes:
+        """Return a document with spaces at the end, as long as the last one of its key if it fits.
 
-        A new length is an eighth more than needed, and at least 64 bytes.
+        A new length is an eighth more than needed, and at least 64 bytes more.
         """
         if len(data) > self._nbytes.get(key, 0):
             self._nbytes[key] = max(len(data) + len(data) // 8, len(data) + 64)
@@ -90,12 +90,14 @@ def encode_common(common: StateDict) -> EncodedCommon:
     return EncodedCommon(document, shards)
 
 
-def object_shards(objects: Sequence[ShardedObject], room: Room | None = None) -> LocalShards:
+def object_shards(
+    objects: Sequence[ShardedObject], padding: DocumentPadding | None = None
+) -> LocalShards:
     """Return the main replicas of ``objects`` as shards to write.
 
     Args:
         objects: All that this rank has.
-        room: Makes documents as long as those of the save before.
+        padding: Makes documents as long as those of the last save.
     """
     documents, parts = [], []
     for one in objects:
@@ -104,8 +106,8 @@ def object_shards(objects: Sequence[ShardedObject], room: Room | None = None) ->
         key = one.unique_key
         encoded = _encode(one.data, one.key)
         data = _document(encoded.document, len(encoded.tensors))
-        if room is not None:
-            data = room.filled(key, data)
+        if padding is not None:
+            data = padding.padded(key, data)
         documents.append(_whole(key, torch.frombuffer(bytearray(data), dtype=torch.uint8)))
         parts += _parts(key, encoded.tensors)
     return local_shards(documents, role="object") + local_shards(parts, role="part")

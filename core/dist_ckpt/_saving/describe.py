@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt._formats.objects import Room, encode_common, object_shards
+from dist_ckpt._formats.objects import DocumentPadding, encode_common, object_shards
 from dist_ckpt._process.gc_pause import collector_paused
 from dist_ckpt._saving.common_parts import digest_of, preprocessed
 from dist_ckpt._sharding.split import SaveParts, split_for_save, without_marks
@@ -56,13 +56,13 @@ class Prepared:
     compared: StateDict | None = None
 
 
-def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepared:
+def prepare(request: SaveRequest, rank: int, padding: DocumentPadding | None = None) -> Prepared:
     """Take the state dict apart and describe it. Every rank.
 
     Args:
         request: What to save.
         rank: This rank.
-        room: How long objects' documents are made, see ``object_shards``.
+        padding: Of the objects' documents; None to leave them as they are.
     """
     with collector_paused():
         parts = split_for_save(request.state_dict)
@@ -71,7 +71,7 @@ def prepare(request: SaveRequest, rank: int, room: Room | None = None) -> Prepar
         parts, shards = _with_live(request.live, parts, shards)
     common = None
     if request.format.stores_common:
-        all_shards = [shards, object_shards(parts.objects, room)]
+        all_shards = [shards, object_shards(parts.objects, padding)]
         if rank == 0 and request.common is None:
             encoded = encode_common(parts.common)
             common = encoded.data

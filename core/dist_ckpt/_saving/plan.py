@@ -23,7 +23,7 @@ import numpy as np
 
 from dist_ckpt._comm.outcome import Outcome, agree, attempt, scatter
 from dist_ckpt._formats.base import SavePlan, WriteJob
-from dist_ckpt._formats.objects import Room
+from dist_ckpt._formats.objects import DocumentPadding
 from dist_ckpt._formats.torch_dist.format import TorchDistFormat
 from dist_ckpt._formats.torch_dist.layout import rank_chunks
 from dist_ckpt._process.gc_pause import collector_paused
@@ -208,7 +208,7 @@ class Planner:
         self.writer, self.remembers = writer, remembers
         self.name = secrets.token_hex(8)
         self.known: _Known | None = None
-        self.room = Room()
+        self.padding = DocumentPadding()
 
     def plan(
         self,
@@ -285,8 +285,8 @@ class _Step:
         return replace(planned, image=known.image, decision=decision, pages=pages)
 
     def _prepare(self) -> Prepared:
-        room = self.planner.room if self.planner.remembers else None
-        return prepare(self.call.build(), self.call.comm.rank, room)
+        padding = self.planner.padding if self.planner.remembers else None
+        return prepare(self.call.build(), self.call.comm.rank, padding)
 
     def _is_laid_out(self, request: SaveRequest) -> bool:
         return self.planner.remembers and is_made_of_bytes(request)
