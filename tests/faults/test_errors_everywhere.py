@@ -452,10 +452,10 @@ def test_the_store_of_the_ranks_is_gone(last: str) -> None:
     store.is_gone = True
     acts: dict[str, Callable[[], Any]] = {
         "add": lambda: comm.map_reduce("x", lambda: 1, sum),
-        "set": lambda: comm.tell("x", 1),
-        "check": lambda: comm.was_told("x"),
+        "set": lambda: comm.post_note("x", 1),
+        "check": lambda: comm.has_note("x"),
         "get": lambda: comm._get("x"),
-        "delete_key": lambda: comm.untell("x"),
+        "delete_key": lambda: comm.delete_note("x"),
     }
     with pytest.raises(CoordinationError, match="the store through which ranks meet is gone"):
         acts[last]()

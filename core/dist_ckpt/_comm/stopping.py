@@ -105,8 +105,8 @@ class Agreement:
             try:
                 signum = self._requests.get(timeout=self._look_secs)
             except queue.Empty:
-                if self._comm.was_told("asked"):
-                    return int(self._comm.hear("asked"))
+                if self._comm.has_note("asked"):
+                    return int(self._comm.read_note("asked"))
                 continue
             if signum is not None:
                 self._tell_asked(signum)
@@ -115,7 +115,7 @@ class Agreement:
 
     def _tell_asked(self, signum: int) -> None:
         try:
-            self._comm.tell("asked", signum)
+            self._comm.post_note("asked", signum)
         except Exception:
             self._counts.hear(signum)  # this rank knows it all the same
             raise
@@ -123,12 +123,12 @@ class Agreement:
     def _agreed(self) -> int | None:
         comm, passed = self._comm, self._counts.passed()
         began = time.monotonic()
-        comm.tell(f"passed/{comm.rank}", passed)
+        comm.post_note(f"passed/{comm.rank}", passed)
         if comm.rank == 0:
             verdict = self._collected(began + self._grace_secs * _COUNTING_SHARE, passed)
-            comm.tell("verdict", verdict)
+            comm.post_note("verdict", verdict)
         elif self._hears("verdict", began + self._grace_secs * _VERDICT_SHARE):
-            verdict = comm.hear("verdict")
+            verdict = comm.read_note("verdict")
         else:
             verdict = self._missing([0])
         if isinstance(verdict, str):
@@ -141,13 +141,13 @@ class Agreement:
         most, missing = passed, []
         for rank in range(1, self._comm.size):
             if self._hears(f"passed/{rank}", deadline):
-                most = max(most, self._comm.hear(f"passed/{rank}"))
+                most = max(most, self._comm.read_note(f"passed/{rank}"))
             else:
                 missing.append(rank)
         return self._missing(missing) if missing else most + 1
 
     def _hears(self, key: str, deadline: float) -> bool:
-        while not self._comm.was_told(key):
+        while not self._comm.has_note(key):
             if time.monotonic() >= deadline or self._closing.wait(_NAP_SECS):
                 return False
         return True

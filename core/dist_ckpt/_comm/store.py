@@ -89,30 +89,30 @@ class StoreCommunicator:
             stop=stop,
         )
 
-    def tell(self, key: str, value: object) -> None:
-        """Leave something for ranks that ``hear`` it, now or later. Not collective."""
+    def post_note(self, key: str, value: object) -> None:
+        """Store a note that any rank can read under ``key``, now or later. Not collective."""
         with self._reaching():
             self._store.set(f"{self._name}/{key}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes are taken
 
-    def untell(self, key: str) -> None:
-        """Take away what was left, if it is there. Not collective."""
+    def delete_note(self, key: str) -> None:
+        """Delete a note, if there is one. Not collective."""
         with self._reaching():
             self._store.delete_key(f"{self._name}/{key}")
 
-    def hear(self, key: str) -> Any:
-        """Return what some rank has left, or will within the timeout. Not collective.
+    def read_note(self, key: str) -> Any:
+        """Return the note at ``key``; wait for it up to the timeout. Not collective.
 
         Raises:
-            BarrierTimeoutError: Nobody did.
+            BarrierTimeoutError: No rank has posted it in time.
         """
         if not self._wait(key, self._timeout_secs):
             raise BarrierTimeoutError(
-                f"nobody told rank {self._rank} of {key!r} within {self._timeout_secs:g} s."
+                f"rank {self._rank}: nobody posted {key!r} within {self._timeout_secs:g} s."
             )
         return self._get(key)
 
-    def was_told(self, key: str) -> bool:
-        """Whether some rank has left something there. Not collective, does not wait.
+    def has_note(self, key: str) -> bool:
+        """Whether there is a note at ``key``. Not collective, does not wait.
 
         Raises:
             CoordinationError: The store is gone.

@@ -154,10 +154,10 @@ def _noted(save: SaveInFlight, failure: BaseException | None) -> BaseException |
         try:
             notes = beside(save.comm, save.planned.name, _NOTE_SECS)
             if isinstance(notes, StoreCommunicator):
-                notes.tell("ended", failure)
+                notes.post_note("ended", failure)
             older = beside(save.comm, save.planned.name_of(save.number - 2), _NOTE_SECS)
             if isinstance(older, StoreCommunicator):
-                older.untell("ended")
+                older.delete_note("ended")
         except Exception as error:  # noqa: BLE001 - only ranks in trouble would have read it
             logger.warning("the other ranks were not told how %s ended: %s", save.path, error)
     return failure
@@ -172,7 +172,7 @@ def _looked_up(save: SaveInFlight, error: AsyncSaveError | HubLostError) -> Base
     patience = _NOTE_SECS if point is None else point.timeout_secs
     try:
         notes = beside(save.comm, save.planned.name, patience, save.given_up)
-        told: BaseException | None = notes.hear("ended")  # type: ignore[attr-defined]  # of a store
+        told: BaseException | None = notes.read_note("ended")  # type: ignore[attr-defined]  # of a store
     except Exception as trouble:  # noqa: BLE001 - rank 0 or the store is gone
         error.add_note(f"rank 0 did not report how it ended: {trouble}")
         return _decided(save, error)
