@@ -141,15 +141,15 @@ def thread_count(request: SaveRequest, options: SaveOptions) -> int:
     return request.thread_count or options.thread_count
 
 
-_Arrival: TypeAlias = "tuple[int, RankView | bytes | None]"
+_PlanRequest: TypeAlias = "tuple[int, RankView | bytes | None]"
 """A rank's message: the number of the plan that it remembers, and its description. If that is the
 plan's, only the digest of its common part, or None without one. A plain tuple: pickled with the
 name of a class it would be twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Departure:
-    """What a rank is told.
+class _PlanReply:
+    """Rank 0's answer to one rank.
 
     Attributes:
         number: Of the plan; no number comes twice.
@@ -176,7 +176,7 @@ class _Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _RememberedPlan:
     """The plan of the save before, as far as it concerns this rank.
 
     ``kind`` is what it depends on besides the descriptions; ``views`` and ``decision`` are rank
@@ -207,7 +207,7 @@ class Planner:
         """Start without a plan."""
         self.writer, self.remembers = writer, remembers
         self.name = secrets.token_hex(8)
-        self.known: _Known | None = None
+        self.known: _RememberedPlan | None = None
         self.padding = DocumentPadding()
 
     def plan(
@@ -257,26 +257,26 @@ class _Step:
 
     def run(self) -> PlannedSave:
         own = attempt(self._prepare)
-        told = self._exchange(own, tell_all=False)
-        if told.directory is None:
-            told = self._exchange(own, tell_all=True)
-        if told.directory is None:
+        reply = self._exchange(own, sends_all=False)
+        if reply.directory is None:
+            reply = self._exchange(own, sends_all=True)
+        if reply.directory is None:
             raise CoordinationError(
-                f"planning the save to {self.call.target}: nobody told of a plan."
+                f"planning the save to {self.call.target}: rank 0 sent no plan."
             )
         prepared = own.get()
-        if told.differs:
+        if reply.differs:
             compare_common(self.call.comm, prepared.compared or {})
-        planned = self._planned(told, prepared)
-        if told.passes_on:
-            phase = f"passing on pieces in {told.directory}"
+        planned = self._planned(reply, prepared)
+        if reply.passes_on:
+            phase = f"passing on pieces in {reply.directory}"
             agree(self.call.comm, phase, attempt(_pass_on, planned))
         if not self._is_laid_out(prepared.request):
             return planned
         known = self.planner.known
-        if told.work is not None:
+        if reply.work is not None:
             self.planner.known = None  # until all ranks have come through
-            known = self.planner.known = self._laid_out(told, planned)
+            known = self.planner.known = self._laid_out(reply, planned)
         assert known is not None  # noqa: S101 - rank 0 has compared the numbers of the plans
         decision = planned.decision
         if decision is not None and known.decision is not None:
@@ -293,13 +293,13 @@ class _Step:
 
     # -- the exchange
 
-    def _exchange(self, own: Outcome[Prepared], *, tell_all: bool) -> _Departure:
+    def _exchange(self, own: Outcome[Prepared], *, sends_all: bool) -> _PlanReply:
         what = "the save of shards" if self.call.shards_only else "the save"
         phase = f"planning {what} to {self.call.target}"
-        arrival = own.then(partial(self._arrive, tell_all=tell_all))
-        return scatter(self.call.comm, phase, arrival, lambda told: self._depart(told, own.get()))
+        request = own.then(partial(self._request, sends_all=sends_all))
+        return scatter(self.call.comm, phase, request, lambda found: self._reply(found, own.get()))
 
-    def _arrive(self, prepared: Prepared, *, tell_all: bool) -> _Arrival:
+    def _request(self, prepared: Prepared, *, sends_all: bool) -> _PlanRequest:
         known = self.planner.known
         if known is None:
             return 0, prepared.view
@@ -308,13 +308,13 @@ class _Step:
             and known.kind == self._kind(prepared)
             and known.view == prepared.view
         )
-        if is_same and not tell_all:
+        if is_same and not sends_all:
             return known.number, prepared.view.common or None
         return known.number, prepared.view
 
-    def _depart(self, found: Sequence[_Arrival], prepared: Prepared) -> list[_Departure]:
+    def _reply(self, found: Sequence[_PlanRequest], prepared: Prepared) -> list[_PlanReply]:
         """Take the plan that is known, or make one. Rank 0."""
-        arrivals = [
+        requests = [
             (number, told if isinstance(told, RankView) else None) for number, told in found
         ]
         digests = {told.common if isinstance(told, RankView) else told or b"" for _, told in found}
@@ -322,32 +322,32 @@ class _Step:
         if known is not None and not known.views:
             known = None  # of a plan that another process has made, as rank 0
         number = known.number if known is not None else 0
-        if any(theirs != number and view is None for theirs, view in arrivals):
-            return [_Departure(0) for _ in arrivals]
+        if any(theirs != number and view is None for theirs, view in requests):
+            return [_PlanReply(0) for _ in requests]
         views: tuple[RankView, ...] = ()
-        if known is not None and all(view is None for _, view in arrivals):
-            departures = [_Departure(number, self._begin())] * len(arrivals)
+        if known is not None and all(view is None for _, view in requests):
+            replies = [_PlanReply(number, self._begin())] * len(requests)
             decision = known.decision
         else:
             remembered = known.views if known is not None else ()
             views = tuple(
                 view if view is not None else remembered[rank]
-                for rank, (_, view) in enumerate(arrivals)
+                for rank, (_, view) in enumerate(requests)
             )
-            departures, decision = self._share_out(views, prepared)
+            replies, decision = self._share_out(views, prepared)
         assert decision is not None  # noqa: S101 - this is rank 0
         address, differs = self.serve(), len(digests) > 1
-        departures = [
-            replace(told, address=address, saver=self.planner.name, differs=differs)
-            for told in departures
+        replies = [
+            replace(reply, address=address, saver=self.planner.name, differs=differs)
+            for reply in replies
         ]
         decision = replace(decision, attempt=self.opened)
-        departures[0] = replace(departures[0], decision=decision, views=views)
-        return departures
+        replies[0] = replace(replies[0], decision=decision, views=views)
+        return replies
 
     def _share_out(
         self, views: Sequence[RankView], prepared: Prepared
-    ) -> tuple[list[_Departure], Decision]:
+    ) -> tuple[list[_PlanReply], Decision]:
         """Check the descriptions of all ranks, open the attempt, share out the work. Rank 0."""
         with collector_paused():
             job = check_views(views, check_coverage=self.call.check_coverage)
@@ -357,11 +357,11 @@ class _Step:
         # No number comes twice, so that nobody takes another plan for the one that he remembers.
         number = secrets.randbits(62) + 1
         writers = num_writers_by_rank([view.host for view in views], plan.work)
-        departures = [
-            _Departure(number, directory, work, plan.passes_on, num_writers)
+        replies = [
+            _PlanReply(number, directory, work, plan.passes_on, num_writers)
             for work, num_writers in zip(plan.work, writers, strict=True)
         ]
-        return departures, decision
+        return replies, decision
 
     def _begin(self) -> Path:
         """Open the attempt; return where to write. Rank 0."""
@@ -374,14 +374,14 @@ class _Step:
 
     # -- what comes of it
 
-    def _planned(self, told: _Departure, prepared: Prepared) -> PlannedSave:
-        comm, options, directory = self.call.comm, self.call.options, told.directory
+    def _planned(self, reply: _PlanReply, prepared: Prepared) -> PlannedSave:
+        comm, options, directory = self.call.comm, self.call.options, reply.directory
         assert directory is not None  # noqa: S101 - the caller has looked
         point = None
-        if told.address is not None:
+        if reply.address is not None:
             point = CommitPoint(
-                address=told.address,
-                name=f"{told.saver}/{self.number}",
+                address=reply.address,
+                name=f"{reply.saver}/{self.number}",
                 rank=comm.rank,
                 size=comm.size,
                 timeout_secs=options.timeout_secs,
@@ -395,10 +395,10 @@ class _Step:
             world_size=comm.size,
             options=options,
             prepared=prepared,
-            work=told.work,
-            pages=PagePolicy(options.page_cache, told.num_writers, self.call.target),
-            decision=told.decision,
-            saver=told.saver,
+            work=reply.work,
+            pages=PagePolicy(options.page_cache, reply.num_writers, self.call.target),
+            decision=reply.decision,
+            saver=reply.saver,
             number=self.number,
             point=point,
         )
@@ -419,7 +419,7 @@ class _Step:
         # The rank, too: a job that goes on may have given it to another process.
         return (type(fmt), hint, threads, self.call.check_coverage, comm.rank, comm.size)
 
-    def _laid_out(self, told: _Departure, planned: PlannedSave) -> _Known:
+    def _laid_out(self, reply: _PlanReply, planned: PlannedSave) -> _RememberedPlan:
         """Lay this rank's files out, and make the documents of all. Collective."""
         image = attempt(lay_out, planned)
         phase = f"laying out the save to {self.call.target}"
@@ -427,13 +427,13 @@ class _Step:
             self.call.comm, phase, image.then(_chunks), partial(_documents, planned)
         )
         decision = planned.decision
-        return _Known(
-            number=told.number,
+        return _RememberedPlan(
+            number=reply.number,
             kind=self._kind(planned.prepared),
             view=planned.prepared.view,
             image=image.get(),
-            num_writers=told.num_writers,
-            views=told.views,
+            num_writers=reply.num_writers,
+            views=reply.views,
             decision=None if decision is None else replace(decision, documents=documents),
         )
 
