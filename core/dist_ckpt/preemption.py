@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from dist_ckpt._comm import default_communicator
-from dist_ckpt._comm.stopping import Agreement, Counts
+from dist_ckpt._comm.stopping import Agreement, PollCounts
 from dist_ckpt._comm.store import StoreCommunicator
 from dist_ckpt._process.endings import at_exit
 from dist_ckpt.errors import ConfigError
@@ -125,7 +125,7 @@ class PreemptionGuard:
         if not isinstance(comm, StoreCommunicator):
             raise ConfigError(f"a PreemptionGuard needs ranks that meet in a store, not {comm!r}.")
         name = f"preemption/{comm.number_of('preemption')}"
-        counts = Counts(hear=self._hear, passed=self._passed)
+        counts = PollCounts(on_request=self._on_request, passed=self._passed)
         beside = comm.beside(name, timeout_secs=self.grace_secs)
         return Agreement(beside, counts, self.grace_secs)
 
@@ -226,7 +226,7 @@ class PreemptionGuard:
 
     # -- once somebody was asked
 
-    def _hear(self, signum: int) -> None:
+    def _on_request(self, signum: int) -> None:
         """Take note of a request of any rank. On the agreement's thread."""
         if self._heard_at is None:
             self._heard_at = time.monotonic()

@@ -208,13 +208,13 @@ def test_a_worker_that_starts_slowly_is_not_taken_for_dead(monkeypatch: pytest.M
     """Before it has said hello, only the time for a start counts."""
     monkeypatch.setattr(link, "SILENCE_SECS", 0.0)
     monkeypatch.setattr(link, "_SLICE_SECS", 0.001)  # no interpreter starts within one
-    hear = link.Link._hear
+    handle = link.Link._handle
 
     def heard(self: link.Link, message: object) -> None:
         monkeypatch.setattr(link, "SILENCE_SECS", 60.0)
-        hear(self, message)
+        handle(self, message)
 
-    monkeypatch.setattr(link.Link, "_hear", heard)
+    monkeypatch.setattr(link.Link, "_handle", heard)
     with BackgroundSaver() as saver:
         saver.start()
         assert saver._machinery.worker is not None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dist_ckpt._comm.store import StoreCommunicator
 
-__all__ = ["Agreement", "Counts"]
+__all__ = ["Agreement", "PollCounts"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +36,17 @@ _CLOSE_SECS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class PollCounts:
     """What an ``Agreement`` asks its rank.
 
     Attributes:
-        hear: Told, on the agreement's thread, that a rank was asked to stop, and by which signal;
-            from then on the next poll waits.
-        passed: How many polls this rank has passed that returned False; called after ``hear``.
+        on_request: Called on the agreement's thread with the signal, once any rank was asked to
+            stop; from then on the next poll waits.
+        passed: Returns how many polls of this rank have returned False; called after
+            ``on_request``.
     """
 
-    hear: Callable[[int], None]
+    on_request: Callable[[int], None]
     passed: Callable[[], int]
 
 
@@ -61,7 +62,7 @@ class Agreement:
         stop_at: The number of the poll at which all ranks stop; None if they have not agreed.
     """
 
-    def __init__(self, comm: StoreCommunicator, counts: Counts, grace_secs: float) -> None:
+    def __init__(self, comm: StoreCommunicator, counts: PollCounts, grace_secs: float) -> None:
         """Start to look for requests."""
         self._comm, self._counts, self._grace_secs = comm, counts, grace_secs
         self._look_secs = min(max(_SHORTEST_LOOK_SECS, comm.size / _LOOKS_A_SECOND), grace_secs / 8)
@@ -89,7 +90,7 @@ class Agreement:
         try:
             signum = self._requested()
             if signum is not None:
-                self._counts.hear(signum)
+                self._counts.on_request(signum)
                 self.stop_at = self._agreed()
         except Exception as error:  # noqa: BLE001 - then each rank stops for itself
             logger.log(
@@ -117,7 +118,7 @@ class Agreement:
         try:
             self._comm.post_note("asked", signum)
         except Exception:
-            self._counts.hear(signum)  # this rank knows it all the same
+            self._counts.on_request(signum)  # this rank knows it all the same
             raise
 
     def _agreed(self) -> int | None:

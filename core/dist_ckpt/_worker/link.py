@@ -129,7 +129,7 @@ class Link:
             if not self._is_over:
                 self._saves[save.number] = save
                 return
-        save.hear_death(self._ended_error())
+        save.handle_death(self._ended_error())
 
     def send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
         """Send; ``OSError`` if the worker is gone, or does not listen.
@@ -236,7 +236,7 @@ class Link:
             received = self._channel.receive(0 if has_exited else _SLICE_SECS)
             if received is not None:
                 silent_secs = 0.0
-                self._hear(received[0])
+                self._handle(received[0])
             elif has_exited:
                 return  # without end of file: some child has inherited the worker's end
             elif self._process is not None:
@@ -247,7 +247,7 @@ class Link:
                     self._silence = f"gave no sign of life for {silent_secs:g} s"
                     self._kill()
 
-    def _hear(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         match message:
             case Heartbeat():
                 self._phase, self._nbytes = message.phase, message.nbytes
@@ -263,12 +263,12 @@ class Link:
                 self._hub_served.set()
             case Freed() | Written():
                 if save := self._saves.get(message.number):
-                    save.hear(message)
+                    save.handle(message)
             case Ended():
                 with self._lock:
                     save = self._saves.pop(message.number, None)
                 if save is not None:
-                    save.hear(message)
+                    save.handle(message)
 
     def _end(self) -> None:
         """The worker is gone: reap it, and tell all who wait for it."""
@@ -285,7 +285,7 @@ class Link:
         self._ready.set()
         self._hub_served.set()
         for save in saves.values():
-            save.hear_death(self._ended_error())
+            save.handle_death(self._ended_error())
 
     def _reap(self) -> int | None:
         if self._process is None or self._is_left:

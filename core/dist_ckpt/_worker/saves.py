@@ -121,7 +121,7 @@ class WorkerSave:
 
     # -- what the link hears -----------------------------------------------------------------------
 
-    def hear(self, message: Freed | Written | Ended) -> None:
+    def handle(self, message: Freed | Written | Ended) -> None:
         """Take what the worker says of this save."""
         match message:
             case Freed():
@@ -137,7 +137,7 @@ class WorkerSave:
                 self._set_written(time.monotonic() - self._began)
                 self._end(message)
 
-    def hear_death(self, error: CheckpointingException) -> None:
+    def handle_death(self, error: CheckpointingException) -> None:
         """The worker is dead: nobody reads the arena. How the save ended, the other ranks know."""
         self._set_written(time.monotonic() - self._began)
         point = self._point

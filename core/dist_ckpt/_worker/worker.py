@@ -152,7 +152,7 @@ class Worker:
         except CheckpointingException as error:
             save = WorkerSave(number, order, point, _send_nothing)
             self._remember(save)
-            save.hear_death(error)
+            save.handle_death(error)
             return save
         save = WorkerSave(number, order, point, link.send)
         self._remember(save)
