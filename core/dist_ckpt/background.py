@@ -29,7 +29,7 @@ from dist_ckpt._saving.request import SaveCall, SaveRequest
 from dist_ckpt._staging_pool.copying import Copier
 from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt._worker.queue import SaveQueue
-from dist_ckpt._worker.result import SaveInFlight, beside
+from dist_ckpt._worker.result import SaveInFlight, duplicate_communicator
 from dist_ckpt._worker.step_guard import step_guard
 from dist_ckpt._worker.submit import StagingResources, submit_save
 from dist_ckpt._worker.worker import Worker
@@ -482,7 +482,9 @@ class BackgroundSaver:
     def _served(self, worker: Worker, comm: Communicator) -> HubAddress | None:
         if comm.size == 1:
             return None
-        beside(comm, "look", 1.0)  # refuses ranks that could not be told of a failure
+        duplicate_communicator(
+            comm, "look", 1.0
+        )  # refuses ranks that could not be told of a failure
         return worker.serve_hub(hosts_of_this_rank(), self._timeout_secs)
 
     def _announce(self, save: SaveInFlight, common: dict[str, Any], waited: float) -> None:

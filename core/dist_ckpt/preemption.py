@@ -126,8 +126,8 @@ class PreemptionGuard:
             raise ConfigError(f"a PreemptionGuard needs ranks that meet in a store, not {comm!r}.")
         name = f"preemption/{comm.number_of('preemption')}"
         counts = PollCounts(on_request=self._on_request, passed=self._passed)
-        beside = comm.beside(name, timeout_secs=self.grace_secs)
-        return Agreement(beside, counts, self.grace_secs)
+        own = comm.duplicate(name, timeout_secs=self.grace_secs)
+        return Agreement(own, counts, self.grace_secs)
 
     def close(self) -> None:
         """Put the earlier handlers back and end what this started; again does nothing."""

@@ -234,7 +234,7 @@ def test_a_rank_that_gives_a_save_up_hears_its_end_or_prevents_it(
     )
     failure = AsyncSaveError("boom on rank 0")
     if heard:
-        comm.beside("s/1", timeout_secs=1).post_note(
+        comm.duplicate("s/1", timeout_secs=1).post_note(
             "ended", failure if heard == "failed" else None
         )
     given_up = GivenUpError("closed")

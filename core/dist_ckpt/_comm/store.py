@@ -76,10 +76,10 @@ class StoreCommunicator:
         """Number of ranks."""
         return self._size
 
-    def beside(
+    def duplicate(
         self, name: str, *, timeout_secs: float, stop: threading.Event | None = None
     ) -> StoreCommunicator:
-        """Return the same ranks in a sequence of exchanges of their own, for another thread."""
+        """Return a communicator of the same ranks with exchanges of its own, for another thread."""
         return StoreCommunicator(
             self._store,
             rank=self._rank,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from dist_ckpt._saving.in_flight import add_writer
-from dist_ckpt._worker.result import SaveInFlight, beside, outcome
+from dist_ckpt._worker.result import SaveInFlight, duplicate_communicator, outcome
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError
 from dist_ckpt.events import Committed, Failed
 
@@ -362,7 +362,7 @@ class SaveQueue:
         """Find the first poll that no rank has passed."""
         try:
             name = f"alarm/{save.planned.name}"
-            comm = beside(save.comm, name, _AGREE_SECS, self._given_up)
+            comm = duplicate_communicator(save.comm, name, _AGREE_SECS, self._given_up)
             phase = f"telling that the save to {save.path} failed"
             alarm.raise_at = comm.map_reduce(phase, lambda: alarm.earliest, _last)
         except Exception as error:  # noqa: BLE001 - then each rank raises as soon as it can

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dist_ckpt.storage.commit import Attempt
     from dist_ckpt.types import Communicator
 
-__all__ = ["SaveInFlight", "beside", "outcome"]
+__all__ = ["SaveInFlight", "duplicate_communicator", "outcome"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class SaveInFlight:
     given_up: threading.Event = field(default_factory=threading.Event)
 
 
-def beside(
+def duplicate_communicator(
     comm: Communicator, name: str, timeout_secs: float, stop: threading.Event | None = None
 ) -> Communicator:
     """Return a communicator of the same ranks for another thread than the one that saves.
@@ -91,7 +91,7 @@ def beside(
         return SingleCommunicator()
     if not isinstance(comm, StoreCommunicator):
         raise ConfigError(f"background saves need ranks that meet in a store, not {comm!r}.")
-    return comm.beside(name, timeout_secs=timeout_secs, stop=stop)
+    return comm.duplicate(name, timeout_secs=timeout_secs, stop=stop)
 
 
 def outcome(save: SaveInFlight) -> BaseException | None:
@@ -152,10 +152,12 @@ def _noted(save: SaveInFlight, failure: BaseException | None) -> BaseException |
     """Leave a note of how it ended for ranks that lost their worker's hub. Rank 0."""
     if save.comm.size > 1:
         try:
-            notes = beside(save.comm, save.planned.name, _NOTE_SECS)
+            notes = duplicate_communicator(save.comm, save.planned.name, _NOTE_SECS)
             if isinstance(notes, StoreCommunicator):
                 notes.post_note("ended", failure)
-            older = beside(save.comm, save.planned.name_of(save.number - 2), _NOTE_SECS)
+            older = duplicate_communicator(
+                save.comm, save.planned.name_of(save.number - 2), _NOTE_SECS
+            )
             if isinstance(older, StoreCommunicator):
                 older.delete_note("ended")
         except Exception as error:  # noqa: BLE001 - only ranks in trouble would have read it
@@ -171,7 +173,7 @@ def _looked_up(save: SaveInFlight, error: AsyncSaveError | HubLostError) -> Base
     # Rank 0 may be stopped, not dead.
     patience = _NOTE_SECS if point is None else point.timeout_secs
     try:
-        notes = beside(save.comm, save.planned.name, patience, save.given_up)
+        notes = duplicate_communicator(save.comm, save.planned.name, patience, save.given_up)
         told: BaseException | None = notes.read_note("ended")  # type: ignore[attr-defined]  # of a store
     except Exception as trouble:  # noqa: BLE001 - rank 0 or the store is gone
         error.add_note(f"rank 0 did not report how it ended: {trouble}")
