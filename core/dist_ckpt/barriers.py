@@ -15,7 +15,7 @@ from dist_ckpt._comm import default_communicator, group_store
 from dist_ckpt.errors import ConfigError, CoordinationError
 
 if TYPE_CHECKING:
-    from dist_ckpt._comm.meeting import Meeting, MeetingPoint
+    from dist_ckpt._comm.rendezvous import Rendezvous, RendezvousPoint
     from dist_ckpt.types import Communicator, RankInfo
 
 __all__ = [
@@ -134,14 +134,14 @@ class TCPStoreBarrier(MeetingBarrier):
         timeout_secs: float = 600,
     ) -> None:
         """Serve the store on rank 0, connect to it on the others."""
-        from dist_ckpt._comm.meeting import (  # noqa: PLC0415 - torch.distributed, when needed
-            MeetingPoint,
+        from dist_ckpt._comm.rendezvous import (  # noqa: PLC0415 - torch.distributed, when needed
+            RendezvousPoint,
             open_store,
         )
 
         if global_world_size > 1 and not tcpstore_port:
             raise ConfigError("a TCPStoreBarrier of several ranks needs tcpstore_port.")
-        point = MeetingPoint(
+        point = RendezvousPoint(
             host=master_address,
             port=int(tcpstore_port),
             name=f"dist_ckpt/{barrier_prefix}",
@@ -153,14 +153,16 @@ class TCPStoreBarrier(MeetingBarrier):
         store = open_store(point, serves=global_rank == 0, use_libuv=libuv)
         self._enter(point, store, timeout_secs)
 
-    def _enter(self, point: MeetingPoint, store: Any, timeout_secs: float) -> None:
-        from dist_ckpt._comm.meeting import Meeting  # noqa: PLC0415 - as above
+    def _enter(self, point: RendezvousPoint, store: Any, timeout_secs: float) -> None:
+        from dist_ckpt._comm.rendezvous import Rendezvous  # noqa: PLC0415 - as above
 
         self.timeout_secs = timeout_secs
         self._store = store  # kept: it may be the one that serves
         self._point = point
         self._number = 0
-        self._meeting: Meeting = Meeting(store, rank=point.rank, size=point.size, name=point.name)
+        self._rendezvous: Rendezvous = Rendezvous(
+            store, rank=point.rank, size=point.size, name=point.name
+        )
 
     @classmethod
     def of_job(cls, rank_info: RankInfo, *, timeout_secs: float = 600) -> TCPStoreBarrier:
@@ -169,25 +171,25 @@ class TCPStoreBarrier(MeetingBarrier):
         Raises:
             ConfigError: The job has none.
         """
-        from dist_ckpt._comm.meeting import find_meeting  # noqa: PLC0415 - as above
+        from dist_ckpt._comm.rendezvous import find_rendezvous  # noqa: PLC0415 - as above
 
         rank, size = rank_info.global_rank, rank_info.global_world_size
-        point, store = find_meeting(rank=rank, size=size, timeout_secs=timeout_secs)
+        point, store = find_rendezvous(rank=rank, size=size, timeout_secs=timeout_secs)
         self = cls.__new__(cls)
         self._enter(point, store, timeout_secs)
         return self
 
     @classmethod
-    def join(cls, point: MeetingPoint, *, timeout_secs: float = 600) -> TCPStoreBarrier:
+    def join(cls, point: RendezvousPoint, *, timeout_secs: float = 600) -> TCPStoreBarrier:
         """Return the barrier of another process of the same rank, from its ``point``."""
-        from dist_ckpt._comm.meeting import open_store  # noqa: PLC0415 - as above
+        from dist_ckpt._comm.rendezvous import open_store  # noqa: PLC0415 - as above
 
         self = cls.__new__(cls)
         self._enter(point, open_store(point), timeout_secs)
         return self
 
     @property
-    def point(self) -> MeetingPoint:
+    def point(self) -> RendezvousPoint:
         """Where the ranks meet; another process of this rank can ``join`` there."""
         return self._point
 
@@ -197,19 +199,19 @@ class TCPStoreBarrier(MeetingBarrier):
 
     def give_up(self, number: int, reason: str) -> None:
         """Take no part in save ``number``; who waits for this rank is told at once."""
-        self._meeting.give_up(number, reason)
+        self._rendezvous.give_up(number, reason)
 
     def leave(self, number: int) -> None:
         """Say that this rank knows how save ``number`` has ended."""
-        self._meeting.leave(number)
+        self._rendezvous.leave(number)
 
     def wait_until_left(self, number: int) -> None:
         """Wait, for some seconds at most, until the others know how save ``number`` has ended."""
-        self._meeting.wait_until_left(number, _LEAVE_SECS)
+        self._rendezvous.wait_until_left(number, _LEAVE_SECS)
 
     def communicator(self, *, timeout_secs: float) -> Communicator:
         """Return the ranks, in the save that was begun last."""
-        return self._meeting.communicator(self._number, timeout_secs=timeout_secs)
+        return self._rendezvous.communicator(self._number, timeout_secs=timeout_secs)
 
 
 @dataclass(slots=True)

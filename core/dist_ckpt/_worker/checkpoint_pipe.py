@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-    from dist_ckpt._comm.meeting import MeetingPoint
+    from dist_ckpt._comm.rendezvous import RendezvousPoint
     from dist_ckpt.checkpoint_writer import CheckpointWriter
     from dist_ckpt.types import RankInfo
 
@@ -62,7 +62,7 @@ class WorkerTask:
     init_args: tuple[Any, ...]
     writer_init_fn: Callable[..., CheckpointWriter]
     writer_init_args: Mapping[str, Any]
-    point: MeetingPoint | None
+    point: RendezvousPoint | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Ranks that meet in a TCP store again and again, from processes of their own.
 
-Here: where to meet, and ``Meeting``. Not here: one exchange (``_comm.store``). For processes
+Here: where to meet, and ``Rendezvous``. Not here: one exchange (``_comm.store``). For processes
 without a process group: the checkpoint processes of a job, or its ranks before there is a group.
 
 Each save is a sequence of exchanges of its own, with a number. A rank that cannot take part says so
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
     from dist_ckpt.types import Communicator
 
-__all__ = ["Meeting", "MeetingPoint", "find_meeting", "open_store"]
+__all__ = ["Rendezvous", "RendezvousPoint", "find_rendezvous", "open_store"]
 
 _NAP_SECS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeetingPoint:
+class RendezvousPoint:
     """Where ranks meet; picklable.
 
     Attributes:
         host: Host of the TCP store.
         port: Its port; 0 for one that the system chooses (only where the store is served).
-        name: Prefix of the keys, one for each meeting.
+        name: Prefix of the keys, one for each rendezvous.
         rank: This rank.
         size: Number of ranks.
         connect_secs: How long to try to connect.
@@ -56,7 +56,7 @@ class MeetingPoint:
     connect_secs: float = 30.0
 
 
-def open_store(point: MeetingPoint, *, serves: bool = False, use_libuv: bool = True) -> Any:
+def open_store(point: RendezvousPoint, *, serves: bool = False, use_libuv: bool = True) -> Any:
     """Connect to the store, or serve it.
 
     Raises:
@@ -78,7 +78,7 @@ def open_store(point: MeetingPoint, *, serves: bool = False, use_libuv: bool = T
         ) from error
 
 
-def find_meeting(*, rank: int, size: int, timeout_secs: float) -> tuple[MeetingPoint, Any]:
+def find_rendezvous(*, rank: int, size: int, timeout_secs: float) -> tuple[RendezvousPoint, Any]:
     """Return where the processes of all ranks can meet, and the store there. Collective.
 
     That is the job's own TCP store: the one of the default process group, or at MASTER_ADDR and
@@ -103,9 +103,9 @@ def find_meeting(*, rank: int, size: int, timeout_secs: float) -> tuple[MeetingP
         shared = comm.map_reduce("looking for a store", look, all)
         if not shared:
             return _serve_on_first(comm, found)
-        name = comm.broadcast("naming a meeting", lambda: uuid.uuid4().hex)
+        name = comm.broadcast("naming a rendezvous", lambda: uuid.uuid4().hex)
         assert store is not None  # noqa: S101 - all ranks have one
-        return MeetingPoint(host=store.host, port=store.port, name=name, **found), store
+        return RendezvousPoint(host=store.host, port=store.port, name=name, **found), store
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         raise ConfigError(
@@ -113,12 +113,12 @@ def find_meeting(*, rank: int, size: int, timeout_secs: float) -> tuple[MeetingP
             "MASTER_ADDR and MASTER_PORT.",
             hint="init_process_group first, or give a TCPStoreBarrier.",
         )
-    point = MeetingPoint(host=host, port=int(port), name="", **found)
+    point = RendezvousPoint(host=host, port=int(port), name="", **found)
     store = open_store(point)
-    sequence = f"dist_ckpt/meetings/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    sequence = f"dist_ckpt/rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     comm = StoreCommunicator(store, rank=rank, size=size, name=sequence, timeout_secs=timeout_secs)
-    name = comm.broadcast("naming a meeting", lambda: uuid.uuid4().hex)
-    return MeetingPoint(host=host, port=int(port), name=name, **found), store
+    name = comm.broadcast("naming a rendezvous", lambda: uuid.uuid4().hex)
+    return RendezvousPoint(host=host, port=int(port), name=name, **found), store
 
 
 def _tcp_store_of_group() -> Any:
@@ -129,22 +129,22 @@ def _tcp_store_of_group() -> Any:
     return store if isinstance(store, TCPStore) else None
 
 
-def _serve_on_first(comm: Communicator, found: dict[str, Any]) -> tuple[MeetingPoint, Any]:
+def _serve_on_first(comm: Communicator, found: dict[str, Any]) -> tuple[RendezvousPoint, Any]:
     served: list[Any] = []
 
-    def serve() -> MeetingPoint:
+    def serve() -> RendezvousPoint:
         host, name = socket.gethostname(), uuid.uuid4().hex
-        store = open_store(MeetingPoint(host=host, port=0, name=name, **found), serves=True)
+        store = open_store(RendezvousPoint(host=host, port=0, name=name, **found), serves=True)
         served.append(store)
-        return MeetingPoint(host=host, port=store.port, name=name, **found)
+        return RendezvousPoint(host=host, port=store.port, name=name, **found)
 
     first = comm.broadcast("serving a store", serve)
-    point = MeetingPoint(host=first.host, port=first.port, name=first.name, **found)
+    point = RendezvousPoint(host=first.host, port=first.port, name=first.name, **found)
     return point, served[0] if served else open_store(point)
 
 
-class Meeting:
-    """The ranks of one meeting point, in a store they share.
+class Rendezvous:
+    """The ranks of one rendezvous point, in a store that they share.
 
     Args:
         store: The store.
