@@ -14,7 +14,7 @@ import pytest
 from dist_ckpt._comm.failures import describe_failure
 from dist_ckpt._saving.publish import CommitPoint
 from dist_ckpt._worker import agreement
-from dist_ckpt._worker.agreement import CommitParticipant, commit, stand_in
+from dist_ckpt._worker.agreement import CommitParticipant, commit, report_dead_worker
 from dist_ckpt._worker.hub import Hub
 from dist_ckpt._worker.hub_client import HubClient, HubLostError
 from dist_ckpt.errors import (
@@ -273,7 +273,7 @@ def test_a_stand_in_fails_the_save(hub: Hub, pool: ThreadPoolExecutor) -> None:
 
     ends = [
         pool.submit(commit, point(hub, 0, size=2), order, "x"),
-        pool.submit(stand_in, point(hub, 1, size=2), death),
+        pool.submit(report_dead_worker, point(hub, 1, size=2), death),
     ]
 
     errors = errors_of(ends)
@@ -285,13 +285,13 @@ def test_a_stand_in_fails_the_save(hub: Hub, pool: ThreadPoolExecutor) -> None:
 def test_a_stand_in_takes_nothing_back(hub: Hub, pool: ThreadPoolExecutor) -> None:
     """What the worker had said before it died counts."""
     order = Ledger()
-    post = agreement._Post(pickle.dumps("done"))
+    post = agreement._RankReport(pickle.dumps("done"))
     with closing(HubClient(hub.address, 1)) as worker:
         worker.set("save/in/1", pickle.dumps(post))
     death = describe_failure(WorkerDiedError("killed"))
 
     ends = [
-        pool.submit(stand_in, point(hub, 1, size=2), death),
+        pool.submit(report_dead_worker, point(hub, 1, size=2), death),
         pool.submit(commit, point(hub, 0, size=2), order, "x"),
     ]
 
@@ -306,14 +306,14 @@ def test_a_lost_hub_is_told(hub: Hub) -> None:
     with pytest.raises(HubLostError):
         commit(point(hub, 1), None, "x")
     with pytest.raises(HubLostError):
-        stand_in(point(hub, 1), describe_failure(AsyncSaveError("died")))
+        report_dead_worker(point(hub, 1), describe_failure(AsyncSaveError("died")))
 
 
 def test_committed_is_committed(hub: Hub) -> None:
     """A hub that is lost while rank 0 publishes does not turn the save into a failure."""
     order = Ledger(before_publish=hub.close)
     with closing(HubClient(hub.address, 1)) as other:
-        other.set("save/in/1", pickle.dumps(agreement._Post(pickle.dumps("y"))))
+        other.set("save/in/1", pickle.dumps(agreement._RankReport(pickle.dumps("y"))))
 
         commit(point(hub, 0, size=2), order, "x")
 

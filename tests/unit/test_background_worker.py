@@ -764,7 +764,7 @@ def test_close_does_not_wait_for_other_ranks_for_ever(tmp_path: Path) -> None:
 
         with pytest.raises(AsyncSaveError, match="was not known when the saver was closed"):
             bad.outcome.result(0)
-        assert not [t for t in threading.enumerate() if t.name == "dist_ckpt-stand-in"]
+        assert not [t for t in threading.enumerate() if t.name == "dist_ckpt-dead-worker"]
         open_gate(gate)
         assert good.outcome.result(120) is None
     finally:

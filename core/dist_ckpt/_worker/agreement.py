@@ -1,14 +1,17 @@
-"""How the workers of all ranks agree that a save is committed, or is not.
+"""The commit protocol: how the workers of all ranks agree whether a save is committed.
 
-Here: the commit protocol over the hub. Not here: the hub, the commit itself (``Order.publish``).
-Runs in the workers, and in the training process of a rank whose worker died (``stand_in``).
+Here: the protocol over the hub. Not here: the hub, the commit itself (``Order.publish``). Runs in
+the workers, and in the training process of a rank whose worker died (``report_dead_worker``).
 
-Each rank posts once how its part ended. Rank 0 waits for all posts, publishes or aborts, and posts
-the verdict, which every rank waits for. Before rank 0 publishes it says that it will; a rank that
-waited too long says that it gives up. Whoever says so first decides, so that no rank reports a
-failure of what is then committed. The other laws: rank 0 removes an attempt only when it has heard
-the end of every rank, or has given that rank up, so that nobody writes into what is removed; and
-after ``publish`` has returned, nothing turns the save into a failure.
+1. Each rank sets a report key once: what it has written, or why it failed.
+2. Rank 0 waits for the reports of all ranks. If all succeeded, it claims the decision key with
+   ``set_if_absent``, publishes, and sets the verdict key; otherwise it aborts.
+3. Every other rank waits for the verdict. If it does not come in time, the rank claims the decision
+   key itself and fails. The first claim decides, so no rank reports a failure of a save that is
+   committed afterwards.
+
+Rank 0 removes an attempt only after every rank has reported or counts as gone: until then that rank
+may still write into it. Once ``publish`` has returned, nothing turns the save into a failure.
 """
 
 from __future__ import annotations
@@ -31,19 +34,19 @@ if TYPE_CHECKING:
     from dist_ckpt._worker.hub import HubAddress
     from dist_ckpt._worker.orders import Order
 
-__all__ = ["CommitParticipant", "commit", "stand_in"]
+__all__ = ["CommitParticipant", "commit", "report_dead_worker"]
 
 logger = logging.getLogger(__name__)
 
 _GRACE_SECS = 30.0
 """How much longer the others wait than rank 0, so that its verdict reaches them first."""
 _NUM_KEPT_VERDICTS = 8
-"""More than there are saves in flight: some rank may still have to hear each of them."""
+"""More than the saves in flight: some rank may still have to read the verdict of each."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Post:
-    """How one rank's part ended: its pickled report, or what failed."""
+class _RankReport:
+    """How one rank's part ended: its pickled report, or its failure."""
 
     report: bytes = b""
     failure: RankFailure | None = None
@@ -67,23 +70,28 @@ def commit(
     report: Any = None,
     failure: RankFailure | None = None,
 ) -> None:
-    """Agree on one save, with a connection of its own; see ``CommitParticipant.commit``."""
+    """Agree on one save over a new connection; see ``CommitParticipant.commit``."""
     with contextlib.closing(CommitParticipant()) as seat:
         seat.commit(point, order, report, failure)
 
 
-def stand_in(point: CommitPoint, failure: RankFailure, client: HubClient | None = None) -> None:
-    """Say for a rank whose worker died that it failed, unless it had said how it ended; and wait.
+def report_dead_worker(
+    point: CommitPoint, failure: RankFailure, client: HubClient | None = None
+) -> None:
+    """Report a failure for a rank whose worker died, and wait for the verdict.
 
-    Returns if the save was committed all the same: the worker had done its part.
+    A report that the worker had set itself is kept. Returns if the save is committed: the worker
+    had done its part.
 
     Raises:
         CheckpointingException: The save failed; as on all ranks.
-        HubLostError: Rank 0's worker is gone, so that this cannot be known here.
+        HubLostError: Rank 0's worker is gone, so the outcome is not known here.
     """
     own = client or HubClient(point.address, point.rank)
     try:
-        own.set_if_absent(_post_key(point, point.rank), pickle.dumps(_Post(failure=failure)))
+        own.set_if_absent(
+            _report_key(point, point.rank), pickle.dumps(_RankReport(failure=failure))
+        )
         _await_verdict(point, own, _target_of(point))
     finally:
         if client is None:
@@ -91,16 +99,16 @@ def stand_in(point: CommitPoint, failure: RankFailure, client: HubClient | None 
 
 
 class CommitParticipant:
-    """One process among those that agree: keeps its connection from save to save. One thread."""
+    """One process that takes part in commits; keeps its connection between saves. One thread."""
 
     def __init__(self) -> None:
-        """Nothing is connected yet."""
+        """Connect at the first save."""
         self._client: HubClient | None = None
         self._address: HubAddress | None = None
-        self._kept: deque[CommitPoint] = deque()
+        self._recent_points: deque[CommitPoint] = deque()
 
     def connect(self, point: CommitPoint | None) -> None:
-        """Connect, so that rank 0 sees that this rank is there, or that it is gone.
+        """Connect now, so that the hub notices if this rank disappears while it writes.
 
         Raises:
             HubLostError: The hub cannot be reached.
@@ -118,37 +126,37 @@ class CommitParticipant:
         """Agree with all ranks; return when the save is committed.
 
         Args:
-            point: Where; None for one rank alone.
-            order: What rank 0 publishes or aborts; None if it could not be made out.
+            point: Where the ranks meet; None for a job of one rank.
+            order: What rank 0 publishes or aborts; None if it could not be unpickled.
             report: What this rank has written.
-            failure: What this rank failed with, instead.
+            failure: Why this rank failed; then ``report`` is not used.
 
         Raises:
             CheckpointingException: It failed on some rank, or ranks are missing; the same error on
                 every rank. Nothing is committed and the attempt is removed.
-            HubLostError: Rank 0's worker is gone; how the save ended is not known here.
+            HubLostError: Rank 0's worker is gone, so the outcome is not known here.
         """
         if point is None:
-            _close_case(order, {0: report}, {} if failure is None else {0: failure}).check()
+            _publish_or_abort(order, {0: report}, {} if failure is None else {0: failure}).check()
             return
         client = self._client_of(point)
         if point.rank == 0:
-            verdict = _judge(point, client, order, report, failure)
-            self._announce(point, client, verdict)
+            verdict = _collect_and_decide(point, client, order, report, failure)
+            self._post_verdict(point, client, verdict)
             verdict.check()
             return
-        post = _Post(failure=failure) if failure else _posted(report)
-        client.set_if_absent(_post_key(point, point.rank), pickle.dumps(post))
+        rank_report = _RankReport(failure=failure) if failure else _rank_report(report)
+        client.set_if_absent(_report_key(point, point.rank), pickle.dumps(rank_report))
         _await_verdict(point, client, order.target if order else _target_of(point))
 
     def linger(self, timeout_secs: float) -> None:
-        """Wait until the other ranks have heard the last verdict: the hub may end then. Rank 0."""
-        if not self._kept or self._client is None:
+        """Wait until the other ranks have read the last verdict; then the hub may close. Rank 0."""
+        if not self._recent_points or self._client is None:
             return
-        point = self._kept[-1]
+        point = self._recent_points[-1]
         with contextlib.suppress(HubLostError):
             others = [rank for rank in self._client.present() if rank != point.rank]
-            self._client.wait({_heard_key(point, rank): rank for rank in others}, timeout_secs)
+            self._client.wait({_ack_key(point, rank): rank for rank in others}, timeout_secs)
 
     def close(self) -> None:
         """End the connection."""
@@ -159,59 +167,59 @@ class CommitParticipant:
     def _client_of(self, point: CommitPoint) -> HubClient:
         if self._client is None or self._address != point.address:
             self.close()
-            self._kept.clear()
-            self._client = HubClient(_nearest(point), point.rank)
+            self._recent_points.clear()
+            self._client = HubClient(_address_seen_by(point), point.rank)
             self._address = point.address
         return self._client
 
-    def _announce(self, point: CommitPoint, client: HubClient, verdict: _Verdict) -> None:
+    def _post_verdict(self, point: CommitPoint, client: HubClient, verdict: _Verdict) -> None:
         try:
             client.set(_verdict_key(point), pickle.dumps(verdict))
-            client.delete_prefix(_post_key(point, None))
-            self._kept.append(point)
-            self._forget_old(client)
+            client.delete_prefix(_report_key(point, None))
+            self._recent_points.append(point)
+            self._delete_old_keys(client)
         except HubLostError:
-            # Committed is committed; whoever did not hear it will find it at the target.
+            # The save is committed. A rank that gets no verdict looks at the target itself.
             logger.warning("%s: the verdict was not told to all ranks", point.name, exc_info=True)
 
-    def _forget_old(self, client: HubClient) -> None:
-        """Delete what nobody will ask for, so that the hub does not grow."""
-        while len(self._kept) > _NUM_KEPT_VERDICTS:
-            client.delete_prefix(f"{self._kept.popleft().name}/")
+    def _delete_old_keys(self, client: HubClient) -> None:
+        """Delete keys that no rank will read again, so that the hub does not grow."""
+        while len(self._recent_points) > _NUM_KEPT_VERDICTS:
+            client.delete_prefix(f"{self._recent_points.popleft().name}/")
 
 
-def _judge(
+def _collect_and_decide(
     point: CommitPoint,
     client: HubClient,
     order: Order | None,
     report: Any,
     failure: RankFailure | None,
 ) -> _Verdict:
-    """Hear all ranks, then publish or abort. Rank 0."""
+    """Collect the reports of all ranks, then publish or abort. Rank 0."""
     reports: dict[int, Any] = {0: report}
     failures: dict[int, RankFailure] = {} if failure is None else {0: failure}
     try:
-        posts, missing = _hear_all(point, client)
+        rank_reports, missing = _collect_reports(point, client)
     except HubLostError as error:
-        posts, missing = {}, {}
+        rank_reports, missing = {}, {}
         failures.setdefault(0, describe_failure(error))
     failures |= missing
-    for rank, post in posts.items():
-        if post.failure is not None:
-            failures[rank] = post.failure
+    for rank, rank_report in rank_reports.items():
+        if rank_report.failure is not None:
+            failures[rank] = rank_report.failure
             continue
         try:
             # A report of a peer of this job, which knew the token; never bytes of a checkpoint.
-            reports[rank] = pickle.loads(post.report)  # noqa: S301 - see above
+            reports[rank] = pickle.loads(rank_report.report)  # noqa: S301 - see above
         except Exception as error:  # noqa: BLE001 - whatever it is, the save fails
             failures[rank] = describe_failure(error)
     if not failures:
-        failures = _withdrawn(point, client)
-    return _close_case(order, reports, failures)
+        failures = _claim_commit(point, client)
+    return _publish_or_abort(order, reports, failures)
 
 
-def _withdrawn(point: CommitPoint, client: HubClient) -> dict[int, RankFailure]:
-    """Decide to publish, unless a rank has given up before: then return that. Rank 0."""
+def _claim_commit(point: CommitPoint, client: HubClient) -> dict[int, RankFailure]:
+    """Claim the decision; return the failure of a rank that gave up first. Rank 0."""
     if point.size == 1:
         return {}
     try:
@@ -224,10 +232,10 @@ def _withdrawn(point: CommitPoint, client: HubClient) -> dict[int, RankFailure]:
     return {rank: _timed_out(message)}
 
 
-def _close_case(
+def _publish_or_abort(
     order: Order | None, reports: Mapping[int, Any], failures: Mapping[int, RankFailure]
 ) -> _Verdict:
-    """Publish, or abort, and return how it ended. Rank 0."""
+    """Publish if nothing failed, otherwise abort; return the verdict. Rank 0."""
     target = order.target if order is not None else "the checkpoint"
     if failures or order is None:
         _abort(order)
@@ -252,23 +260,23 @@ def _abort(order: Order | None) -> None:
         )
 
 
-def _hear_all(
+def _collect_reports(
     point: CommitPoint, client: HubClient
-) -> tuple[dict[int, _Post], dict[int, RankFailure]]:
-    """Return the posts of the other ranks, and a failure for each that is missing. Rank 0."""
-    keys: dict[str, int | None] = {_post_key(point, r): r for r in range(1, point.size)}
+) -> tuple[dict[int, _RankReport], dict[int, RankFailure]]:
+    """Return the reports of the other ranks, and a failure for each missing one. Rank 0."""
+    keys: dict[str, int | None] = {_report_key(point, r): r for r in range(1, point.size)}
     if not keys:
         return {}, {}
     missing_keys = set(client.wait(keys, point.timeout_secs))
     gone = set(client.absent()) if missing_keys else set()
-    posts, missing = {}, {}
+    rank_reports, missing = {}, {}
     for key, rank in keys.items():
         data = None if key in missing_keys else client.get(key)
         if data is not None and rank is not None:
-            posts[rank] = pickle.loads(data)  # noqa: S301 - of a peer that knew the token
+            rank_reports[rank] = pickle.loads(data)  # noqa: S301 - of a peer that knew the token
         elif rank is not None:
             missing[rank] = _missing(point, is_gone=rank in gone)
-    return posts, missing
+    return rank_reports, missing
 
 
 def _missing(point: CommitPoint, *, is_gone: bool) -> RankFailure:
@@ -286,42 +294,43 @@ def _timed_out(message: str) -> RankFailure:
 
 
 def _await_verdict(point: CommitPoint, client: HubClient, target: str) -> None:
-    """Wait for what rank 0 says, and say that it was heard."""
+    """Wait for rank 0's verdict and acknowledge it; raise if the save failed."""
     key = _verdict_key(point)
-    # Whether rank 0 is there shows in the connection: its worker serves the hub.
+    # No rank is named for this key: rank 0's worker serves the hub, so its death breaks the
+    # connection.
     is_missing = bool(client.wait({key: None}, point.timeout_secs + _GRACE_SECS))
     if is_missing and not client.set_if_absent(_decision_key(point), str(point.rank).encode()):
-        # Rank 0 has decided to publish, or another rank has given up: the verdict is on its way.
+        # Rank 0 has claimed the decision to publish, or another rank gave up: the verdict follows.
         is_missing = bool(client.wait({key: None}, point.timeout_secs))
     data = None if is_missing else client.get(key)
     if data is None:
         failures = {0: _missing(point, is_gone=False)}
         raise merged_error(f"committing {target}", failures, None)
     with contextlib.suppress(HubLostError):
-        client.set(_heard_key(point, point.rank), b"")
+        client.set(_ack_key(point, point.rank), b"")
     verdict: _Verdict = pickle.loads(data)  # noqa: S301 - of a peer that knew the token
     verdict.check()
 
 
-def _nearest(point: CommitPoint) -> HubAddress:
-    """Return the hub's address as seen from this rank: rank 0's worker serves it itself."""
+def _address_seen_by(point: CommitPoint) -> HubAddress:
+    """Return the hub's address for this rank: rank 0's worker reaches its own hub by loopback."""
     if point.rank:
         return point.address
     return replace(point.address, hosts=("127.0.0.1", *point.address.hosts))
 
 
-def _posted(report: Any) -> _Post:
+def _rank_report(report: Any) -> _RankReport:
     try:
-        return _Post(pickle.dumps(report))
+        return _RankReport(pickle.dumps(report))
     except Exception as error:  # noqa: BLE001 - a report that cannot travel is a failure
-        return _Post(failure=describe_failure(error))
+        return _RankReport(failure=describe_failure(error))
 
 
 def _target_of(point: CommitPoint) -> str:
     return f"save {point.name}"
 
 
-def _post_key(point: CommitPoint, rank: int | None) -> str:
+def _report_key(point: CommitPoint, rank: int | None) -> str:
     return f"{point.name}/in/{'' if rank is None else rank}"
 
 
@@ -333,5 +342,5 @@ def _decision_key(point: CommitPoint) -> str:
     return f"{point.name}/decision"
 
 
-def _heard_key(point: CommitPoint, rank: int) -> str:
+def _ack_key(point: CommitPoint, rank: int) -> str:
     return f"{point.name}/heard/{rank}"

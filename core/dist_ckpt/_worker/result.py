@@ -20,7 +20,7 @@ from dist_ckpt._comm.failures import describe_failure
 from dist_ckpt._comm.single import SingleCommunicator
 from dist_ckpt._comm.store import StoreCommunicator
 from dist_ckpt._saving.publish import was_published
-from dist_ckpt._worker.agreement import commit, stand_in
+from dist_ckpt._worker.agreement import commit, report_dead_worker
 from dist_ckpt._worker.hub_client import HubLostError
 from dist_ckpt._worker.saves import GivenUpError
 from dist_ckpt.errors import (
@@ -100,7 +100,7 @@ def outcome(save: SaveInFlight) -> BaseException | None:
         if save.submitted is not None:
             save.submitted.save.outcome.result()
         elif save.error is not None:
-            _stand_in(save, save.error)
+            _report_failure(save, save.error)
     except (GivenUpError, HubLostError, WorkerDiedError) as error:
         is_known = save.comm.rank != 0 and isinstance(error, WorkerDiedError)
         return error if is_known else _looked_up(save, error)
@@ -109,7 +109,7 @@ def outcome(save: SaveInFlight) -> BaseException | None:
     return None if save.comm.rank != 0 else _noted(save, None)
 
 
-def _stand_in(save: SaveInFlight, error: Exception) -> None:
+def _report_failure(save: SaveInFlight, error: Exception) -> None:
     """Say for a worker that was given no order that this rank has failed."""
     point, failure = save.planned.point, describe_failure(error)
     try:
@@ -117,7 +117,7 @@ def _stand_in(save: SaveInFlight, error: Exception) -> None:
             # The others wait for a verdict, and write until they have heard it.
             commit(point, _Withdrawn(save.planned.attempt), failure=failure)
         else:
-            stand_in(point, failure)
+            report_dead_worker(point, failure)
             return  # the worker had all of it, and the save is committed
     except HubLostError:
         raise

@@ -1,10 +1,10 @@
-"""One background save, seen from the training process.
+"""One background save, as the training process sees it.
 
-Here: ``WorkerSave``: what is staged, and the futures of how it goes. Not here: the worker
-(``worker``, ``link``), what happens after the outcome (``background``).
+Here: ``WorkerSave``: messages about staged bytes to the worker, and futures for its progress. Not
+here: the worker (``worker``, ``link``), what happens after the outcome (``background``).
 
-Futures end in the thread that hears from the worker: what is added to them as a callback must be
-short, and must not wait for this worker.
+The futures are completed by the thread that receives from the worker: their callbacks must be short
+and must not wait for this worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._comm.failures import describe_failure
 from dist_ckpt._process.endings import is_ending
-from dist_ckpt._worker.agreement import stand_in
+from dist_ckpt._worker.agreement import report_dead_worker
 from dist_ckpt._worker.hub_client import HubClient
 from dist_ckpt._worker.messages import Abandon, AllStaged, Ended, Freed, StagedRun, Written
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError, CheckpointingException
@@ -38,7 +38,7 @@ _JOIN_SECS = 5.0
 
 
 class GivenUpError(AsyncSaveError):
-    """Nobody waits for the end of this save any more, and it may still be committed."""
+    """The end of this save is not waited for any more; it may still be committed."""
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - what it shows, not what went wrong
@@ -46,16 +46,17 @@ class WorkerTraceback(Exception):  # noqa: N818 - what it shows, not what went w
 
 
 class WorkerSave:
-    """A save that a worker has begun.
+    """A save that was given to a worker.
 
     Attributes:
         number: Its number.
-        written: Seconds that writing took; ends when the worker reads the arena no more, however
-            the save ends. Never fails.
-        outcome: None, or the report of an order that does not commit; or what failed.
-        timings: Unix times by name: ``begun``, ``first_write``, ``written``, ``committed``; each
-            only if it came so far. ``written`` is there when the future of that name ends.
-        nbytes: Bytes of the files that were written; known when ``written`` ends.
+        written: Seconds that writing took; completed once the worker no longer reads the arena,
+            whether or not the save succeeds. Never fails.
+        outcome: None for a committed save, the report of an order that does not commit, or the
+            error.
+        timings: Unix times by name: ``begun``, ``first_write``, ``written``, ``committed``; only
+            for steps that were reached. ``written`` is set before the future of that name.
+        nbytes: Bytes of the files that were written; set before ``written``.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class WorkerSave:
         self._freed: set[Run] = set()
         self._is_written = False
         self._abandoned: BaseException | None = None
-        self._stand_in: threading.Thread | None = None
+        self._reporter: threading.Thread | None = None
         self._client: HubClient | None = None
         self._is_given_up = False
         for future in (self.written, self.outcome):
@@ -82,18 +83,22 @@ class WorkerSave:
     # -- staging -----------------------------------------------------------------------------------
 
     def staged(self, run: Run) -> None:
-        """These bytes are ready. They must stay as they are until ``written``, or ``wait_freed``.
+        """Tell the worker that these bytes may be written.
 
-        A dead worker is no error here: ``outcome`` tells.
+        They must not change until ``written`` is completed or ``wait_freed`` has returned. A dead
+        worker is not an error here: ``outcome`` has it.
         """
         self._tell(StagedRun(self.number, run))
 
     def all_staged(self) -> None:
-        """No further runs: from now on the save commits even if the training process ends."""
+        """Tell the worker that there are no further runs.
+
+        From now on the save commits even if the training process ends.
+        """
         self._tell(AllStaged(self.number))
 
     def abandon(self, error: BaseException) -> None:
-        """Staging failed: the save fails on all ranks, which are told ``error``."""
+        """Tell the worker that staging failed: the save fails on all ranks with ``error``."""
         self._abandoned = error
         self._tell(Abandon(self.number, describe_failure(error)))
 
@@ -101,7 +106,7 @@ class WorkerSave:
         """Wait until the bytes of ``run`` may be overwritten.
 
         Raises:
-            AsyncSaveError: The worker takes no more of them: the save has failed; see ``outcome``.
+            AsyncSaveError: The worker writes no more of them: the save has failed; see ``outcome``.
             BarrierTimeoutError: They were not written in time.
         """
         with self._changed:
@@ -119,10 +124,10 @@ class WorkerSave:
             )
         raise AsyncSaveError(f"writing {self._order.target}: the worker has given up.")
 
-    # -- what the link hears -----------------------------------------------------------------------
+    # -- called by the link ------------------------------------------------------------------------
 
     def handle(self, message: Freed | Written | Ended) -> None:
-        """Take what the worker says of this save."""
+        """Handle a message of the worker about this save."""
         match message:
             case Freed():
                 with self._changed:
@@ -138,27 +143,29 @@ class WorkerSave:
                 self._end(message)
 
     def handle_death(self, error: CheckpointingException) -> None:
-        """The worker is dead: nobody reads the arena. How the save ended, the other ranks know."""
+        """Handle the worker's death: nothing reads the arena now; other ranks know the outcome."""
         self._set_written(time.monotonic() - self._began)
         point = self._point
         if point is None or point.rank == 0 or not self._order.commits:
             self._fail(error)
             return
         if is_ending():
-            self._ask_others(point, error)  # in the thread that noticed, which has no more to do
+            self._ask_others(
+                point, error
+            )  # in this thread: no thread may be started while the interpreter ends
             return
-        self._stand_in = threading.Thread(
-            target=self._ask_others, args=(point, error), name="dist_ckpt-stand-in", daemon=True
+        self._reporter = threading.Thread(
+            target=self._ask_others, args=(point, error), name="dist_ckpt-dead-worker", daemon=True
         )
-        self._stand_in.start()
+        self._reporter.start()
 
     def give_up(self, error: CheckpointingException) -> None:
-        """Wait no more: what is not settled fails with ``error``."""
+        """Stop waiting: an outcome that is not known yet becomes ``error``."""
         self._is_given_up = True
         if self._client is not None:
             self._client.close()
-        if self._stand_in is not None:
-            self._stand_in.join(_JOIN_SECS)  # it may be connecting
+        if self._reporter is not None:
+            self._reporter.join(_JOIN_SECS)  # it may be connecting
         self._fail(error)
 
     # -- helpers -----------------------------------------------------------------------------------
@@ -174,12 +181,12 @@ class WorkerSave:
             self._client = HubClient(point.address, point.rank)
             try:
                 if not self._is_given_up:
-                    stand_in(point, describe_failure(error), self._client)
+                    report_dead_worker(point, describe_failure(error), self._client)
             finally:
                 self._client.close()
         except Exception as failure:  # noqa: BLE001 - it is what `outcome` is for
             if self._is_given_up:
-                return  # `give_up` tells why
+                return  # `give_up` sets the outcome
             failure.__cause__ = failure.__cause__ or error
             self._fail(failure)
         else:
@@ -201,7 +208,7 @@ class WorkerSave:
         self._fail(error)
 
     def _abort(self) -> None:
-        """Do what the worker could not, as it could not make out the order."""
+        """Remove the attempt for a worker that could not unpickle the order."""
         try:
             self._order.abort()
         except Exception:  # noqa: BLE001 - the save has failed anyway, and of something else
@@ -211,7 +218,8 @@ class WorkerSave:
         with self._changed:
             is_news, self._is_written = not self._is_written, True
             self._changed.notify_all()
-        if is_news:  # with no lock held: callbacks may take others
+        if is_news:
+            # Without the lock: callbacks of the future may take other locks.
             self.written.set_result(secs)
 
     def _succeed(self, report: object) -> None:
