@@ -203,7 +203,7 @@ SCRIPT = """
     )
     save = SaveInFlight(number=1, path=folder / "c", comm=comm, planned=planned, error=OSError("boom"))
     saver._queue.add(save)
-    while store.num_keys() and not saver._queue._settling:
+    while store.num_keys() and not saver._queue._is_finishing:
         pass
     names = {one.name for one in threading.enumerate()}
     assert {"dist_ckpt-saves", "dist_ckpt-preemption"} <= names, names

@@ -1,10 +1,10 @@
-"""How background saves end: in order, with what was queued behind them, and told once to all ranks.
+"""The queue of background saves: they end in order, and a failure is raised once on every rank.
 
 Here: ``SaveQueue``, its threads, and the poll at which a failure is raised. Not here: how one save
 ended (``_worker.result``), planning and copying (``background``). On every rank.
 
-The threads make no collective of a backend. They talk to the other ranks through the job's store,
-when a save has failed.
+The threads call no collective of a process group. When a save has failed they exchange with the
+other ranks through the job's store, on a communicator of their own.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _AGREE_SECS = 30.0
 
 
 _Poll: TypeAlias = "tuple[int, int]"
-"""A poll: behind which save, and the number since. Saves are counted alike on all ranks, so that
-ranks which poll more often than others are in step again at the next save."""
+"""A poll: the number of the newest save, and the number of polls since it. All ranks number saves
+alike, so ranks that poll at different rates agree again at the next save."""
 
 
 @dataclass(slots=True)
-class _Alarm:
-    """A failure that nobody was told of yet.
+class _UnraisedFailure:
+    """A failure that has not been raised yet.
 
     Attributes:
         earliest: The first poll of this rank at which it may be raised.
@@ -68,23 +68,23 @@ class _Action:
 
 
 class SaveQueue:
-    """Ends saves one after the other on a thread of its own.
+    """Finishes saves one after the other on a thread of its own.
 
     Args:
-        emit: Takes events, from any thread.
+        emit: Called with events, from any thread.
     """
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
-        """Start without a thread: the first save starts it."""
+        """Start no thread; the first save does."""
         self._emit = emit
         self._changed = threading.Condition()
         self._saves: deque[SaveInFlight] = deque()
         self._actions: deque[_Action] = deque()
-        self._alarms: deque[_Alarm] = deque()
+        self._unraised: deque[_UnraisedFailure] = deque()
         self._failed: set[int] = set()
         self._newest = 0
         self._polls = 0
-        self._finishing = False
+        self._is_finishing = False
         self._acting: _Action | None = None
         self._closed = False
         self._given_up = threading.Event()
@@ -94,13 +94,13 @@ class SaveQueue:
 
     @property
     def in_flight(self) -> tuple[Path, ...]:
-        """Where the saves go that have not ended, oldest first."""
+        """The targets of the saves that have not ended, oldest first."""
         with self._changed:
             return tuple(save.path for save in self._saves)
 
     @property
     def submitted(self) -> tuple[SubmittedSave, ...]:
-        """What the worker has of them."""
+        """The saves in flight that the worker has, oldest first."""
         with self._changed:
             return tuple(save.submitted for save in self._saves if save.submitted is not None)
 
@@ -109,12 +109,12 @@ class SaveQueue:
         return threading.current_thread() in self._threads
 
     def start(self) -> None:
-        """Start the threads, if they are not there: what follows cannot fail for want of one."""
+        """Start the threads now, so that a lack of threads fails the save before it is planned."""
         with self._changed:
             self._run_threads()
 
     def add(self, save: SaveInFlight) -> None:
-        """Take over a save."""
+        """Append a save; the queue owns its staging lease from now on."""
         with self._changed:
             save.given_up = self._given_up
             self._saves.append(save)
@@ -123,9 +123,10 @@ class SaveQueue:
             self._changed.notify_all()
 
     def after(self, action: Callable[[], None], what: str, *, frees_space: bool = False) -> None:
-        """Run ``action`` behind the saves in flight; now, and by the caller, if there are none.
+        """Run ``action`` after the saves in flight; at once, in this thread, if there are none.
 
-        Not at all if the newest save has failed and nobody was told: the caller takes it for done.
+        It is skipped if the newest save has failed and that was not raised yet: the caller assumes
+        that the save was committed.
         """
         with self._changed:
             if not self.is_idle():
@@ -133,7 +134,7 @@ class SaveQueue:
                 self._run_threads()
                 self._changed.notify_all()
                 return
-            failed = any(alarm.number == self._newest for alarm in self._alarms)
+            failed = any(unraised.number == self._newest for unraised in self._unraised)
         if failed:
             logger.warning("not done, as the save before it failed: %s", what)
             return
@@ -147,47 +148,47 @@ class SaveQueue:
         """
         with self._changed:
             self._polls += 1
-            if not self._alarms:
+            if not self._unraised:
                 return
-            alarm = self._alarms[0]
+            unraised = self._unraised[0]
             now = (self._newest, self._polls)
-        if now < alarm.earliest:
+        if now < unraised.earliest:
             return
-        alarm.agreed.wait(_AGREE_SECS)
-        if alarm.raise_at is None or now >= alarm.raise_at:
-            self.raise_failures(upto=alarm.number)
+        unraised.agreed.wait(_AGREE_SECS)
+        if unraised.raise_at is None or now >= unraised.raise_at:
+            self.raise_failures(upto=unraised.number)
 
     def raise_failures(self, *, upto: int | None = None, path: Path | None = None) -> None:
-        """Raise what has failed and was not told, of the saves up to a number.
+        """Raise failures that were not raised yet, of the saves up to a number.
 
         Args:
             upto: The number; None for all.
             path: Only of saves to this path.
 
         Raises:
-            AsyncSaveError: The first of them; the others stand in its notes.
+            AsyncSaveError: The first of them; the others are in its notes.
         """
         with self._changed:
             told = [
                 one
-                for one in self._alarms
+                for one in self._unraised
                 if (upto is None or one.number <= upto)
                 and (path is None or os.path.realpath(one.path) == os.path.realpath(path))
             ]
             for one in told:
-                self._alarms.remove(one)
+                self._unraised.remove(one)
         if not told:
             return
         error = told[0].error
         for other in told[1:]:
-            error.add_note(f"and before this was told: {other.error}")
+            error.add_note(f"another save failed before this was raised: {other.error}")
         raise error
 
     def wait_for(self, done: Callable[[], bool], timeout_secs: float, what: str) -> float:
-        """Wait until ``done``, called with the lock held; return for how many seconds.
+        """Wait until ``done()``, called with the lock held, is true; return the seconds waited.
 
         Raises:
-            BarrierTimeoutError: It takes longer; names the saves in flight.
+            BarrierTimeoutError: It took too long; names the saves in flight.
         """
         begun = time.monotonic()
         with self._changed:
@@ -204,23 +205,23 @@ class SaveQueue:
         return len(self._saves) < limit
 
     def has_space(self) -> bool:
-        """Whether no removal is due or running; for ``wait_for``.
+        """Whether no action that frees disk space is due or running; for ``wait_for``.
 
-        A save that begins earlier needs more disk space than one that blocks.
+        A save that began before the removal would need more disk space than a blocking save.
         """
         due = [action for action in self._actions if self.is_past(action.number)]
         running = [] if self._acting is None else [self._acting]
         return not any(action.frees_space for action in (*running, *due))
 
     def newest_to(self, path: Path) -> int:
-        """Return the number of the newest save to a path, also through links; or 0.
+        """Return the number of the newest save to a path, also through links; 0 if there is none.
 
-        One that has failed counts until it is told: on another rank it may still be in flight.
+        A failed save counts until it is raised: it may still be in flight on another rank.
         """
         wanted = os.path.realpath(path)
         with self._changed:
             known = [(one.number, one.path) for one in self._saves]
-            known += [(one.number, one.path) for one in self._alarms]
+            known += [(one.number, one.path) for one in self._unraised]
         return max((n for n, one in known if os.path.realpath(one) == wanted), default=0)
 
     def is_past(self, number: int) -> bool:
@@ -229,13 +230,13 @@ class SaveQueue:
 
     def is_idle(self) -> bool:
         """Whether all saves have ended and all actions have run; for ``wait_for``."""
-        return not (self._saves or self._actions or self._finishing or self._acting is not None)
+        return not (self._saves or self._actions or self._is_finishing or self._acting is not None)
 
     def close(self, timeout_secs: float) -> None:
         """End the threads without waiting for saves in flight.
 
-        No thread may be in a call of a store when the interpreter is finalised: it would be unwound
-        through a C++ destructor, which aborts the process.
+        Must be called before the interpreter is finalised: a thread that is then inside a call of
+        torch's store is unwound through a C++ destructor, which aborts the process.
         """
         self._given_up.set()
         with self._changed:
@@ -247,7 +248,7 @@ class SaveQueue:
                 thread.join(timeout_secs)
 
     def retire(self, then: Callable[[], None]) -> bool:
-        """Have ``then`` called on one of our threads when all work has ended; do not wait.
+        """Arrange that ``then`` is called on a thread of the queue when all work has ended.
 
         Returns:
             False if no thread was ever started: ``then`` is not called.
@@ -259,40 +260,41 @@ class SaveQueue:
             self._changed.notify_all()
         return True
 
-    # -- the threads: a slow action keeps no rank from hearing how a save ended
+    # -- the threads: two, so that a slow action does not delay the end of the next save
 
     def _run_threads(self) -> None:
-        """Start those that are not there. With the lock held."""
-        for run, name in ((self._run, "dist_ckpt-saves"), (self._act, "dist_ckpt-actions"))[
-            len(self._threads) :
-        ]:
+        """Start the threads that are missing. The caller holds the lock."""
+        for run, name in (
+            (self._run_saves, "dist_ckpt-saves"),
+            (self._run_actions, "dist_ckpt-actions"),
+        )[len(self._threads) :]:
             self._closed = False
             thread = threading.Thread(target=run, name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
 
-    def _run(self) -> None:
-        """End saves, one after the other."""
+    def _run_saves(self) -> None:
+        """Finish saves, one after the other."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._saves or self._closed)
                 if not self._saves:
                     break
                 save = self._saves[0]
-                self._finishing = True
+                self._is_finishing = True
             try:
                 self._finish(save)
             finally:
-                del save  # else its state would be kept until the next one
+                del save  # a local would keep its state alive until the next save
                 with self._changed:
-                    self._finishing = False
+                    self._is_finishing = False
                     self._changed.notify_all()
         if self._then is not None:
             with self._changed:
                 self._changed.wait_for(self.is_idle)
             self._then()
 
-    def _act(self) -> None:
+    def _run_actions(self) -> None:
         """Run actions, one after the other."""
         while True:
             with self._changed:
@@ -306,14 +308,14 @@ class SaveQueue:
                 if is_void:
                     logger.warning("not done, as the save before it failed: %s", action.what)
                 else:
-                    _perform(action)
+                    _run_action(action)
             finally:
                 with self._changed:
                     self._acting = None
                     self._changed.notify_all()
 
     def _is_action_due(self) -> bool:
-        """Whether no save stands before the oldest action. With the lock held."""
+        """Whether no save is in flight before the oldest action. The caller holds the lock."""
         return bool(self._actions) and self.is_past(self._actions[0].number)
 
     def _is_over(self) -> bool:
@@ -321,10 +323,11 @@ class SaveQueue:
 
     def _finish(self, save: SaveInFlight) -> None:
         failure = outcome(save)
-        _let_go_of_frames(failure)
+        _drop_tracebacks(failure)
         if save.submitted is not None:
             if save.submitted.task is not None:
-                save.submitted.task.abandon()  # nobody writes into the memory that goes back
+                # Before the release: no copy may write into memory that another save may get.
+                save.submitted.task.abandon()
             save.submitted.lease.release()
         secs = time.monotonic() - save.started
         nbytes = save.submitted.save.nbytes if save.submitted is not None else 0
@@ -341,56 +344,58 @@ class SaveQueue:
             )  # fmt: skip
         self._emit(event)
         if save.on_settled is not None:
-            _perform(_Action(save.number, lambda: save.on_settled(failure), "end of a save"))  # type: ignore[misc]  # looked at
-        alarm = self._end(save, failure)
-        if alarm is not None:
-            self._agree(save, alarm)
+            _run_action(_Action(save.number, lambda: save.on_settled(failure), "end of a save"))  # type: ignore[misc]  # looked at
+        unraised = self._end(save, failure)
+        if unraised is not None:
+            self._agree(save, unraised)
 
-    def _end(self, save: SaveInFlight, failure: BaseException | None) -> _Alarm | None:
+    def _end(self, save: SaveInFlight, failure: BaseException | None) -> _UnraisedFailure | None:
         with self._changed:
             self._saves.popleft()
-            alarm = None
+            unraised = None
             if failure is not None:
                 self._failed.add(save.number)
                 earliest = (self._newest, self._polls + 1)
-                alarm = _Alarm(save.number, save.path, _told(save, failure), earliest)
-                self._alarms.append(alarm)
+                unraised = _UnraisedFailure(
+                    save.number, save.path, _async_error(save, failure), earliest
+                )
+                self._unraised.append(unraised)
             self._changed.notify_all()
-        return alarm
+        return unraised
 
-    def _agree(self, save: SaveInFlight, alarm: _Alarm) -> None:
-        """Find the first poll that no rank has passed."""
+    def _agree(self, save: SaveInFlight, unraised: _UnraisedFailure) -> None:
+        """Agree with all ranks on the first poll that none of them has passed."""
         try:
-            name = f"alarm/{save.planned.name}"
+            name = f"failure/{save.planned.name}"
             comm = duplicate_communicator(save.comm, name, _AGREE_SECS, self._given_up)
-            phase = f"telling that the save to {save.path} failed"
-            alarm.raise_at = comm.map_reduce(phase, lambda: alarm.earliest, _last)
-        except Exception as error:  # noqa: BLE001 - then each rank raises as soon as it can
+            phase = f"agreeing when to raise the failed save to {save.path}"
+            unraised.raise_at = comm.map_reduce(phase, lambda: unraised.earliest, _last)
+        except Exception as error:  # noqa: BLE001 - then each rank raises at its next poll
             logger.warning("ranks did not agree when to raise a failed save: %s", error)
-            alarm.raise_at = alarm.earliest
+            unraised.raise_at = unraised.earliest
         finally:
-            alarm.agreed.set()
+            unraised.agreed.set()
 
 
 def _last(polls: Sequence[_Poll]) -> _Poll:
     return max(polls)
 
 
-def _perform(action: _Action) -> None:
+def _run_action(action: _Action) -> None:
     try:
         action.run()
     except BaseException:  # SystemExit too: it would end the thread, not the program
         logger.exception("failed, after a background save: %s", action.what)
 
 
-def _let_go_of_frames(error: BaseException | None) -> None:
-    """Forget where it was raised: frames hold staged memory. ``failures`` has that as text."""
+def _drop_tracebacks(error: BaseException | None) -> None:
+    """Drop the tracebacks: their frames keep staged memory alive. ``failures`` has them as text."""
     while isinstance(error, Exception):  # an interrupt is still on its way through the caller
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
-def _told(save: SaveInFlight, failure: BaseException) -> AsyncSaveError:
+def _async_error(save: SaveInFlight, failure: BaseException) -> AsyncSaveError:
     error = AsyncSaveError(
         f"the background save to {save.path} failed, nothing of it is committed: {failure}"
     )

@@ -1,11 +1,11 @@
-"""How one background save ended, for certain.
+"""The outcome of one background save: committed or failed, also when processes have died.
 
-Here: what the worker has told, or other ranks, or the disk. Not here: the order of saves, and when
-a failure is raised (``_worker.queue``). On every rank, on the queue's thread.
+Here: asking the worker, the other ranks, and at last the disk. Not here: the order of saves, and
+when a failure is raised (``_worker.queue``). On every rank, on the queue's thread.
 
-A save is never taken for failed when it is committed, nor the other way: if rank 0's worker died,
-its training process looks at the disk, and leaves the answer in the job's store for ranks that have
-lost the hub. If that process or the store is gone as well, each rank looks at the disk itself.
+A committed save is never reported as failed, nor a failed one as committed. If rank 0's worker has
+died, its training process looks at the disk and posts the answer in the job's store for ranks that
+have lost the hub. If that process or the store is gone as well, each rank looks at the disk itself.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ __all__ = ["SaveInFlight", "duplicate_communicator", "outcome"]
 logger = logging.getLogger(__name__)
 
 _NOTE_SECS = 30.0
-"""How long to try to leave a note for the other ranks."""
+"""How long to try to post a note for the other ranks."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SaveInFlight:
-    """A save between its hand-over and its end.
+    """A planned save until its end, as the training process of one rank knows it.
 
     Attributes:
         number: 1 for the first of a saver.
-        path: Where the checkpoint shall be.
+        path: The target.
         comm: The ranks.
         started: When it was asked for, by ``time.monotonic``.
-        planned: Its plan.
+        planned: What the ranks have agreed on.
         submitted: What the worker has; None if ``error`` prevented the submission.
-        interrupt: Ctrl-C or the like, to be raised once the others are told.
+        interrupt: Ctrl-C or the like, to be raised again once the save is in the queue.
         on_settled: Called at the end, on the queue's thread, with None or the failure.
-        given_up: Set when its end is not waited for any more.
+        given_up: Set when the queue is closed: waiting for other ranks ends.
     """
 
     number: int
@@ -82,10 +82,10 @@ def duplicate_communicator(
 ) -> Communicator:
     """Return a communicator of the same ranks for another thread than the one that saves.
 
-    ``stop`` ends its waiting once it is set.
+    Its waits end once ``stop`` is set.
 
     Raises:
-        ConfigError: They do not meet in a store.
+        ConfigError: The ranks do not communicate through a store.
     """
     if comm.size == 1:
         return SingleCommunicator()
@@ -103,19 +103,19 @@ def outcome(save: SaveInFlight) -> BaseException | None:
             _report_failure(save, save.error)
     except (GivenUpError, HubLostError, WorkerDiedError) as error:
         is_known = save.comm.rank != 0 and isinstance(error, WorkerDiedError)
-        return error if is_known else _looked_up(save, error)
-    except BaseException as error:  # noqa: BLE001 - it is told, not lost
-        return error if save.comm.rank != 0 else _noted(save, error)
-    return None if save.comm.rank != 0 else _noted(save, None)
+        return error if is_known else _find_result(save, error)
+    except BaseException as error:  # noqa: BLE001 - returned, and raised by the queue
+        return error if save.comm.rank != 0 else _post_result(save, error)
+    return None if save.comm.rank != 0 else _post_result(save, None)
 
 
 def _report_failure(save: SaveInFlight, error: Exception) -> None:
-    """Say for a worker that was given no order that this rank has failed."""
+    """Report a failure for this rank, whose worker was given no order."""
     point, failure = save.planned.point, describe_failure(error)
     try:
         if point is None or point.rank == 0:
-            # The others wait for a verdict, and write until they have heard it.
-            commit(point, _Withdrawn(save.planned.attempt), failure=failure)
+            # The other ranks wait for a verdict, and may write until they have read it.
+            commit(point, _AbortOnlyOrder(save.planned.attempt), failure=failure)
         else:
             report_dead_worker(point, failure)
             return  # the worker had all of it, and the save is committed
@@ -127,8 +127,8 @@ def _report_failure(save: SaveInFlight, error: Exception) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Withdrawn:
-    """The order of a rank 0 that could not give one to its worker: it can only be aborted."""
+class _AbortOnlyOrder:
+    """Rank 0's order when its worker could not be given one: it can only be aborted."""
 
     attempt: Attempt | None
     commits: bool = True
@@ -148,41 +148,44 @@ class _Withdrawn:
             self.attempt.abort()
 
 
-def _noted(save: SaveInFlight, failure: BaseException | None) -> BaseException | None:
-    """Leave a note of how it ended for ranks that lost their worker's hub. Rank 0."""
+def _post_result(save: SaveInFlight, failure: BaseException | None) -> BaseException | None:
+    """Post the outcome for ranks that have lost the hub, and return it. Rank 0."""
     if save.comm.size > 1:
         try:
             notes = duplicate_communicator(save.comm, save.planned.name, _NOTE_SECS)
             if isinstance(notes, StoreCommunicator):
                 notes.post_note("ended", failure)
+            # A rank reads the note of a save that it still has in flight, so older ones may go.
             older = duplicate_communicator(
                 save.comm, save.planned.name_of(save.number - 2), _NOTE_SECS
             )
             if isinstance(older, StoreCommunicator):
                 older.delete_note("ended")
-        except Exception as error:  # noqa: BLE001 - only ranks in trouble would have read it
-            logger.warning("the other ranks were not told how %s ended: %s", save.path, error)
+        except Exception as error:  # noqa: BLE001 - only ranks without the hub read it
+            logger.warning("the outcome of %s was not posted for other ranks: %s", save.path, error)
     return failure
 
 
-def _looked_up(save: SaveInFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
-    """Find out how a save ended whose commit nobody has told of."""
+def _find_result(save: SaveInFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
+    """Find the outcome of a save of which no verdict came. Any rank."""
     if save.comm.rank == 0:
-        return _noted(save, _decided(save, error))
+        return _post_result(save, _decide_by_disk(save, error))
     point = save.planned.point
-    # Rank 0 may be stopped, not dead.
+    # Rank 0 may be stopped (a suspended job), not dead: wait as long as an exchange would.
     patience = _NOTE_SECS if point is None else point.timeout_secs
     try:
         notes = duplicate_communicator(save.comm, save.planned.name, patience, save.given_up)
         told: BaseException | None = notes.read_note("ended")  # type: ignore[attr-defined]  # of a store
     except Exception as trouble:  # noqa: BLE001 - rank 0 or the store is gone
         error.add_note(f"rank 0 did not report how it ended: {trouble}")
-        return _decided(save, error)
+        return _decide_by_disk(save, error)
     return told
 
 
-def _decided(save: SaveInFlight, error: AsyncSaveError | HubLostError) -> BaseException | None:
-    """Decide by the disk, as nobody answers; a stuck worker cannot commit afterwards."""
+def _decide_by_disk(
+    save: SaveInFlight, error: AsyncSaveError | HubLostError
+) -> BaseException | None:
+    """Decide by what is on disk, after which a stuck worker cannot commit any more."""
     target, directory = save.planned.target, save.planned.directory
     try:
         is_committed = was_published(target, directory)
@@ -191,6 +194,6 @@ def _decided(save: SaveInFlight, error: AsyncSaveError | HubLostError) -> BaseEx
         return error
     forget_trash(target, directory)
     if is_committed:
-        logger.warning("%s is committed, although its end was not heard: %s", target, error)
+        logger.warning("%s is committed, although no verdict came: %s", target, error)
         return None
     return error
