@@ -1,12 +1,13 @@
-"""The writing of an ``AsyncRequest``, done by a process of its own.
+"""The write step of an ``AsyncRequest``, carried out by a worker process.
 
-Here: ``staged_write``, which copies what a planned save writes and returns a function that has it
-written. Not here: who calls that function (``strategies.async_utils``), the commit
-(``_saving.execute``), saves without a request (``background``).
+Here: ``staged_write``, which copies the data of a planned save into staging memory and returns a
+function that has the worker write it. Not here: who calls that function
+(``strategies.async_utils``), the commit (``_saving.execute``), saves without a request
+(``background``).
 
-Whoever calls the function waits in it, in whichever thread; the bytes are written without the
-interpreter's lock. One worker and one pool of memory serve all requests of this process: requests
-have no owner that could keep them.
+The function blocks the thread that calls it, but not the interpreter: the bytes are written by
+another process. A request has no owner that could keep a worker and a pool, so one of each serves
+all requests of this process.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ logger = logging.getLogger(__name__)
 _CLOSE_SECS = 60.0
 
 
-class _Side:
-    """Worker, memory and copier of this process."""
+class _ProcessResources:
+    """Worker, staging pool and copier that serve all requests of this process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -59,39 +60,39 @@ class _Side:
         self.copier.close()
 
 
-class _Sides:
-    """The side of this process, made when it is needed; a forked child makes its own."""
+class _ResourcesOfProcess:
+    """Makes the resources when they are first needed; a forked child makes its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._side: _Side | None = None
+        self._resources: _ProcessResources | None = None
 
-    def get(self) -> _Side:
+    def get(self) -> _ProcessResources:
         with self._lock:
-            if self._side is None or self._side.pid != os.getpid():
-                self._side = _Side()
-            return self._side
+            if self._resources is None or self._resources.pid != os.getpid():
+                self._resources = _ProcessResources()
+            return self._resources
 
 
-_SIDES: Final = _Sides()
+_RESOURCES: Final = _ResourcesOfProcess()
 
 
 def staged_write(save: SaveInSteps) -> Callable[[], None] | None:
-    """Copy what a planned save writes; return what has it written. Local, on every rank.
+    """Copy the data of a planned save; return a function that has it written. Local, every rank.
 
     Returns:
-        A function for any thread, once; it keeps result or failure for ``save.commit``. None if
-        there is no free memory, or if the format needs the tensors themselves: then the caller
-        copies and writes in its own process.
+        A function to be called once, from any thread; it keeps the result or the error for
+        ``save.commit``. None if no staging memory is free, or if the format needs the tensors
+        themselves: then the caller copies and writes in its own process.
     """
     planned = save.planned
     if not is_made_of_bytes(planned.prepared.request):
         return None
     image = lay_out(planned)
     try:
-        side = _SIDES.get()
-        side.worker.start()
-        lease = side.pool.acquire(max(image.nbytes, 1), timeout_secs=0.0, what="a request")
+        resources = _RESOURCES.get()
+        resources.worker.start()
+        lease = resources.pool.acquire(max(image.nbytes, 1), timeout_secs=0.0, what="a request")
     except (BarrierTimeoutError, ConfigError, StorageError) as error:
         logger.info("an asynchronous save is written by this process: %s", error)
         return None
@@ -100,32 +101,34 @@ def staged_write(save: SaveInSteps) -> Callable[[], None] | None:
         return None
     try:
         image.put_frames(lease.arena)
-        side.copier.run(image.copies(image.targets(lease.arena), planned.prepared.shards))
+        resources.copier.run(image.copies(image.targets(lease.arena), planned.prepared.shards))
     except BaseException:
         lease.release()
         raise
-    return _Write(side, save, image, lease).run
+    return _StagedWrite(resources, save, image, lease).run
 
 
-class _Write:
-    """One staged write; gives its memory back when it is done, or forgotten."""
+class _StagedWrite:
+    """One staged write; releases its lease when it has run, or when it is collected without."""
 
-    def __init__(self, side: _Side, save: SaveInSteps, image: FileImage, lease: Lease) -> None:
-        self._side, self._save, self._image, self._lease = side, save, image, lease
+    def __init__(
+        self, resources: _ProcessResources, save: SaveInSteps, image: FileImage, lease: Lease
+    ) -> None:
+        self._resources, self._save, self._image, self._lease = resources, save, image, lease
         self._release = weakref.finalize(self, lease.release)
 
     def run(self) -> None:
-        """Have it written; what goes wrong is kept for the commit."""
+        """Have the worker write; an error is kept for the commit."""
         if not self._save.has_failed:
             self._save.written = attempt(self._write)
         self._release()
 
     def _write(self) -> Written:
         for key in self._lease.retired:
-            self._side.worker.forget_arena(key)
+            self._resources.worker.forget_arena(key)
         planned = self._save.planned
-        save = self._side.worker.begin(
-            next(self._side.numbers),
+        save = self._resources.worker.begin(
+            next(self._resources.numbers),
             FileOrder(
                 directory=planned.directory,
                 files=self._image.names,

@@ -155,7 +155,7 @@ def _post_result(save: SaveInFlight, failure: BaseException | None) -> BaseExcep
             notes = duplicate_communicator(save.comm, save.planned.name, _NOTE_SECS)
             if isinstance(notes, StoreCommunicator):
                 notes.post_note("ended", failure)
-            # A rank reads the note of a save that it still has in flight, so older ones may go.
+            # Two saves back: no rank needs that note any more, and the store does not grow.
             older = duplicate_communicator(
                 save.comm, save.planned.name_of(save.number - 2), _NOTE_SECS
             )

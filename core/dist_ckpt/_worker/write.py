@@ -1,7 +1,7 @@
-"""Runs of memory into files: one thread a file, everything checked, everything durable.
+"""Writes staged runs of memory into files and makes the files durable.
 
-Here: ``write_files``. Not here: where runs come from (``loop``), what the files mean
-(``_formats``). Runs in the worker; files are local or on a mounted file system.
+Here: ``write_files``. Not here: where the runs come from (``loop``), what the files mean
+(``_formats``). Runs in the worker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["write_files"]
 
 _BLOCK_NBYTES = 16 << 20
-"""Bytes that are written at a time: after each, the writer can stop and tells how far it is."""
+"""Bytes of one write call: between two, a thread can stop, and it reports its progress."""
 
 
 def write_files(
@@ -41,40 +41,43 @@ def write_files(
 ) -> dict[str, FileSum]:
     """Write each run as it is staged, then make all files and their names durable.
 
-    When this returns or raises, no thread of it reads the memory any more.
+    When this returns or raises, none of its threads reads the staging memory any more: the training
+    process may overwrite it.
 
     Returns:
-        The checksums of the files, made of the bytes that were written.
+        The checksums of the files, computed from the bytes that were written.
 
     Raises:
         StorageError: Names file and errno.
-        CoordinationError: A byte was staged twice, never, or for no file.
+        CoordinationError: A byte of a file was staged twice or never, or lies outside of it.
         AbandonedError: The save was given up while it was staged.
     """
     store = open_store(directory, keeps_pages=keeps_pages)
-    images = [_Image(directory / checked_name(name), name, nbytes) for name, nbytes in files]
-    effort = _Effort(staged)
-    folders = sorted({image.path.parent for image in images} - {directory})
+    opened = [_OpenFile(directory / checked_name(name), name, nbytes) for name, nbytes in files]
+    shared = _SharedProgress(staged)
+    folders = sorted({file.path.parent for file in opened} - {directory})
     try:
         for folder in folders:
             with storage_errors("create", folder):
                 folder.mkdir(exist_ok=True)
-        for image in images:
-            image.writer = store.writer(image.name, nbytes=image.nbytes)
-        _write_all(images, effort, max(1, min(thread_count, len(images))))
+        for file in opened:
+            file.writer = store.writer(file.name, nbytes=file.nbytes)
+        _write_all(opened, shared, max(1, min(thread_count, len(opened))))
     finally:
-        effort.memory.release()
-        for image in images:
-            image.close()
-    if images:
+        shared.memory.release()
+        for file in opened:
+            file.close()
+    if opened:
+        # `finish` has synced the files. Their names are durable only once the directories that hold
+        # them are synced, inner ones first.
         with storage_errors("sync", directory):
             for folder in (*folders, directory):
                 fsync_directory(folder)
-    return {image.name: image.found for image in images if image.found is not None}
+    return {file.name: file.sums for file in opened if file.sums is not None}
 
 
-class _Effort:
-    """What the threads of one write share: how far they are, and what failed first."""
+class _SharedProgress:
+    """State shared by the threads of one write: bytes written so far, and errors."""
 
     def __init__(self, staged: Staged) -> None:
         self.staged = staged
@@ -98,47 +101,47 @@ class _Effort:
 
 
 @dataclass(slots=True)
-class _Image:
+class _OpenFile:
     """One file, and which bytes of it have been written."""
 
     path: Path
     name: str
     nbytes: int
     writer: FileWriter | None = None
-    found: FileSum | None = None
+    sums: FileSum | None = None
     written: list[tuple[int, int]] = field(default_factory=list)
 
     def close(self) -> None:
         if self.writer is not None:
             self.writer.abandon()
 
-    def write(self, run: Run, effort: _Effort) -> None:
+    def write(self, run: Run, shared: _SharedProgress) -> None:
         if run.position < 0 or run.position + run.nbytes > self.nbytes:
             raise CoordinationError(
                 f"{self.path}: {run.nbytes} bytes at {run.position} were staged for a file of "
                 f"{self.nbytes} bytes"
             )
-        if run.offset < 0 or run.offset + run.nbytes > effort.memory.nbytes:
+        if run.offset < 0 or run.offset + run.nbytes > shared.memory.nbytes:
             raise CoordinationError(
                 f"{self.path}: {run.nbytes} bytes at {run.offset} of the arena, which has "
-                f"{effort.memory.nbytes} bytes"
+                f"{shared.memory.nbytes} bytes"
             )
         assert self.writer is not None  # noqa: S101 - all are made before any is written
-        self._write_blocks(self.writer, run, effort)
+        self._write_blocks(self.writer, run, shared)
         self.written.append((run.position, run.position + run.nbytes))
 
-    def _write_blocks(self, writer: FileWriter, run: Run, effort: _Effort) -> None:
+    def _write_blocks(self, writer: FileWriter, run: Run, shared: _SharedProgress) -> None:
         done = 0
-        while done < run.nbytes and not effort.has_failed:
+        while done < run.nbytes and not shared.has_failed:
             start = run.offset + done
             nbytes = min(_BLOCK_NBYTES, run.nbytes - done)
-            with effort.memory[start : start + nbytes] as block:
+            with shared.memory[start : start + nbytes] as block:
                 writer.write_at(run.position + done, block)
             done += nbytes
-            effort.note(nbytes)
+            shared.note(nbytes)
 
-    def finish(self, effort: _Effort) -> None:
-        """Check that all is there and make it durable."""
+    def finish(self, shared: _SharedProgress) -> None:
+        """Check that every byte was written exactly once, and make the file durable."""
         end = 0
         for start, stop in sorted(run for run in self.written if run[0] != run[1]):
             if start != end:
@@ -149,18 +152,21 @@ class _Image:
             end = stop
         if end != self.nbytes:
             raise CoordinationError(f"{self.path}: bytes {end} to {self.nbytes} were staged never")
-        effort.note(0, "syncing")
+        shared.note(0, "syncing")
         assert self.writer is not None  # noqa: S101 - all are made before any is written
-        self.found = self.writer.finish()
+        self.sums = self.writer.finish()
 
 
-def _write_all(images: Sequence[_Image], effort: _Effort, thread_count: int) -> None:
-    """Hand each run to the thread of its file; raise the first error when all have ended."""
+def _write_all(opened: Sequence[_OpenFile], shared: _SharedProgress, thread_count: int) -> None:
+    """Pass each run to the thread of its file; join all threads, then raise the first error."""
     queues: list[queue.SimpleQueue[Run | None]] = [queue.SimpleQueue() for _ in range(thread_count)]
     threads = [
         threading.Thread(
-            target=_guarded,
-            args=(effort, lambda n=n: _serve(images, n, thread_count, queues[n], effort)),
+            target=_run_catching,
+            args=(
+                shared,
+                lambda n=n: _serve(opened, n, thread_count, queues[n], shared),
+            ),
             name=f"dist_ckpt-file-{n}",
         )
         for n in range(thread_count)
@@ -168,50 +174,50 @@ def _write_all(images: Sequence[_Image], effort: _Effort, thread_count: int) -> 
     for thread in threads:
         thread.start()
     try:
-        for run in effort.staged.runs():
-            if effort.has_failed:
+        for run in shared.staged.runs():
+            if shared.has_failed:
                 break
-            if not 0 <= run.file < len(images):
-                raise CoordinationError(f"a run for file {run.file} of {len(images)} files")
+            if not 0 <= run.file < len(opened):
+                raise CoordinationError(f"a run for file {run.file} of {len(opened)} files")
             queues[run.file % thread_count].put(run)
-    except BaseException as error:  # noqa: BLE001 - raised below, when nobody reads any more
-        effort.fail(error)
+    except BaseException as error:  # noqa: BLE001 - raised below, when no thread reads the memory
+        shared.fail(error)
     finally:
         for one in queues:
             one.put(None)
         for thread in threads:
             thread.join()
-    if effort.errors:
-        raise _worst(effort.errors)
+    if shared.errors:
+        raise _primary_error(shared.errors)
 
 
 def _serve(
-    images: Sequence[_Image],
+    opened: Sequence[_OpenFile],
     number: int,
     thread_count: int,
     runs: queue.SimpleQueue[Run | None],
-    effort: _Effort,
+    shared: _SharedProgress,
 ) -> None:
-    """Write the runs of every ``thread_count``-th file, and finish these files."""
+    """Write the runs of every ``thread_count``-th file, then finish these files."""
     while (run := runs.get()) is not None:
-        if not effort.has_failed:
-            images[run.file].write(run, effort)
-            if not effort.has_failed:
-                effort.staged.freed(run)
-    for image in images[number::thread_count]:
-        if effort.has_failed:
+        if not shared.has_failed:
+            opened[run.file].write(run, shared)
+            if not shared.has_failed:
+                shared.staged.freed(run)
+    for file in opened[number::thread_count]:
+        if shared.has_failed:
             return
-        image.finish(effort)
+        file.finish(shared)
 
 
-def _guarded(effort: _Effort, do: Callable[[], None]) -> None:
+def _run_catching(shared: _SharedProgress, do: Callable[[], None]) -> None:
     try:
         do()
     except BaseException as error:  # noqa: BLE001 - raised by `_write_all`
-        effort.fail(error)
+        shared.fail(error)
 
 
-def _worst(errors: Sequence[BaseException]) -> BaseException:
-    """Return what is told: the first failure, but a failure of the disk before what it brought."""
+def _primary_error(errors: Sequence[BaseException]) -> BaseException:
+    """Return the error to raise: the first storage error, else the first of any kind."""
     storage = (error for error in errors if isinstance(error, StorageError))
     return next(storage, errors[0])
