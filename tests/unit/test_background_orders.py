@@ -53,7 +53,7 @@ def staged_in(data: bytes, told: Told, timeout_secs: float = 30) -> Iterator[Sta
             1, b"", "c", commits=True, arena_key=1, nbytes=len(data), point=None, umask=0o022
         )
         save = StagedSave(
-            begin, arena, tell=told.messages.append, note=told.note, timeout_secs=timeout_secs
+            begin, arena, send=told.messages.append, set_state=told.note, timeout_secs=timeout_secs
         )
         try:
             yield save

@@ -1,7 +1,7 @@
-"""What writes a save behind training's back: one worker a rank, and how the workers agree.
+"""Writes saves in the background: one worker for each rank, and the commit among the workers.
 
-Here: orders, the worker (a process or a thread), the hub where the workers of all ranks meet, the
-commit. Not here: what an order is made of (``_saving.plan``), the memory it is staged in
+Here: orders, the worker (a process or a thread), the hub (the rendezvous of the workers), the
+commit protocol. Not here: what an order is made from (``_saving.plan``), the staging memory
 (``_staging_pool``), when a failure is raised in training (``background``).
 
 ::

@@ -1,7 +1,7 @@
-"""The two ways between a training process and its worker: a socket, or two queues.
+"""Channels between a training process and its worker: a socket for a process, queues for a thread.
 
-Here: ``Channel`` and both kinds. Not here: what is said (``messages``). Descriptors that come out
-of a channel belong to whoever receives them.
+Here: ``Channel`` and both kinds. Not here: the messages (``messages``). A descriptor that is
+received is owned by the receiver, which closes it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SEND_SECS = 120.0
 
 
 class Channel(Protocol):
-    """One end. Any thread may send; one receives."""
+    """One end. Any thread may send; one thread receives."""
 
     @property
     def can_send(self) -> bool:
-        """Whether the other side has not been told of the end, by a failed send either."""
+        """Whether neither ``shut_down`` nor a failed send has ended this direction."""
         ...
 
     def send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
@@ -35,19 +35,19 @@ class Channel(Protocol):
         ...
 
     def send_if_writable(self, message: object) -> None:
-        """Send a small message if that takes no waiting, else drop it."""
+        """Send a small message if that does not block, otherwise drop it."""
         ...
 
     def receive(self, timeout_secs: float | None = None) -> tuple[Any, list[int]] | None:
-        """Return message and descriptors, None after the time; ``EOFError`` at the end."""
+        """Return message and descriptors, None after the timeout; ``EOFError`` at the end."""
         ...
 
     def shut_down(self) -> None:
-        """Have both sides see the end; from any thread."""
+        """End the channel for both sides; from any thread."""
         ...
 
     def close(self) -> None:
-        """Let go of it. The one who receives calls this, when nobody else uses it."""
+        """Release it. Called by the receiving thread, when no other thread uses it."""
         ...
 
 
@@ -55,11 +55,11 @@ class SocketChannel:
     """One end of a socket pair between two processes.
 
     Args:
-        stream: Ours from now on.
+        stream: Owned by this object from now on.
     """
 
     def __init__(self, stream: socket.socket) -> None:
-        """Take the socket over."""
+        """Wrap the socket."""
         self._frames = FrameSocket(stream, send_secs=_SEND_SECS)
 
     @property
@@ -72,22 +72,22 @@ class SocketChannel:
         self._frames.send(message, descriptors)
 
     def send_if_writable(self, message: object) -> None:
-        """Send a small message if that takes no waiting, else drop it."""
+        """Send a small message if that does not block, otherwise drop it."""
         self._frames.send_if_writable(message)
 
     def receive(self, timeout_secs: float | None = None) -> tuple[Any, list[int]] | None:
-        """Return the next message; a broken connection is an end too."""
+        """Return the next message; a broken connection ends the channel too."""
         try:
             return self._frames.receive(timeout_secs)
         except OSError as error:
             raise EOFError from error
 
     def shut_down(self) -> None:
-        """Have both sides see the end."""
+        """End the channel for both sides."""
         self._frames.shut_down()
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         self._frames.shut_down()
         self._frames.close()
 
@@ -107,7 +107,7 @@ class QueueChannel:
         outgoing: queue.SimpleQueue[tuple[Any, list[int]] | None],
         ended: threading.Event,
     ) -> None:
-        """Remember the queues."""
+        """Store the queues."""
         self._incoming, self._outgoing, self._ended = incoming, outgoing, ended
 
     @property
@@ -116,13 +116,13 @@ class QueueChannel:
         return not self._ended.is_set()
 
     def send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
-        """Send; duplicates of the descriptors go with it."""
+        """Send, with duplicates of the descriptors."""
         if self._ended.is_set():
             raise BrokenPipeError("the other side is gone")
         self._outgoing.put((message, [os.dup(descriptor) for descriptor in descriptors]))
 
     def send_if_writable(self, message: object) -> None:
-        """Send; there is always room."""
+        """Send; a queue never blocks."""
         self.send(message)
 
     def receive(self, timeout_secs: float | None = None) -> tuple[Any, list[int]] | None:
@@ -136,13 +136,13 @@ class QueueChannel:
         return received
 
     def shut_down(self) -> None:
-        """Have both sides see the end, after what was sent before."""
+        """End the channel for both sides, after the messages that were sent before."""
         self._ended.set()
         self._incoming.put(None)
         self._outgoing.put(None)
 
     def close(self) -> None:
-        """Give back the descriptors that nobody took."""
+        """Close the descriptors of messages that were not received."""
         self.shut_down()
         while not self._incoming.empty():
             for descriptor in (self._incoming.get_nowait() or (None, ()))[1]:

@@ -1,10 +1,9 @@
 """Both ends of the pipe between a rank and its checkpoint process.
 
-Here: ``Worker`` (the rank's end) and what runs in the process. Not here: which saves there are
+Here: ``Worker`` (the rank's end) and the main function of the process. Not here: the order of saves
 (``checkpoint_process``), what is written (``checkpoint_writer``).
 
-Messages are pickled by one of the two for the other. The process ends when it is told to, or when
-the rank is gone.
+The process ends when it is sent None, or when the rank is gone.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = ["CheckpointChild", "CheckpointProcessError", "Worker", "WorkerTask"]
 logger = logging.getLogger(__name__)
 
 _JOIN_SECS = 10.0
-"""How long a process that has closed its pipe, or was killed, may take to be gone."""
+"""How long a process that has closed its pipe, or was killed, may take to end."""
 
 
 class CheckpointProcessError(CoordinationError, RuntimeError):
@@ -48,14 +47,14 @@ class CheckpointProcessError(CoordinationError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTask:
-    """What the process is made for.
+    """What the process runs.
 
     Attributes:
         init_fn: Called first.
         init_args: Its arguments.
         writer_init_fn: Returns the writer.
         writer_init_args: Its keyword arguments.
-        point: Where the processes of all ranks meet; None for one rank.
+        point: The rendezvous of all ranks' processes; None for a job of one rank.
     """
 
     init_fn: Callable[..., None]
@@ -67,7 +66,7 @@ class WorkerTask:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """One save; as many descriptors follow as there are sizes, then the data."""
+    """One save. A descriptor for each of the sizes follows, then the data."""
 
     number: int
     places: tuple[Any, ...]
@@ -76,7 +75,7 @@ class _Write:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """How it went: None, or what was raised, which is of our error tree."""
+    """The result of a request: None, or the error, which is a ``CheckpointingException``."""
 
     error: CheckpointingException | None = None
 
@@ -95,11 +94,11 @@ class CheckpointChild(SpawnProcess):
 
 
 class Worker:
-    """A started checkpoint process, seen from its rank. For one thread.
+    """A started checkpoint process, as its rank sees it. For one thread.
 
     Args:
-        task: What it is made for.
-        rank_info: Whose it is.
+        task: What it runs.
+        rank_info: Its rank.
     """
 
     def __init__(self, task: WorkerTask, rank_info: RankInfo) -> None:
@@ -133,7 +132,7 @@ class Worker:
         return not self._pipe.closed and self.process.is_alive()
 
     def wait_until_ready(self, timeout_secs: float) -> None:
-        """Wait until it can be given work; it is killed if it does not get there.
+        """Wait until it can be given work; kill it if it does not become ready.
 
         Raises:
             BarrierTimeoutError: It is not ready in time.
@@ -186,7 +185,7 @@ class Worker:
                 hint="raise subprocess_init_timeout_secs, or look at subprocess_init_fn.",
             )
         try:
-            # It may have answered before it died.
+            # An answer that was sent before the process died counts.
             answer: _Answer = self._pipe.recv() if self._pipe.poll() else _raise_eof()
         except (EOFError, OSError) as error:
             raise self._died(doing) from error
@@ -206,7 +205,7 @@ class Worker:
     def _end(self, *, kill: bool) -> None:
         self._pipe.close()
         if kill and self.process.is_alive():
-            self.process.join(0.1)  # it may be ending by itself: its own exit code says more
+            self.process.join(0.1)  # if it is ending on its own, its exit code says more
             self.process.kill()
         self.process.join(_JOIN_SECS)
 
@@ -219,7 +218,7 @@ def _raise_eof() -> Any:
 
 
 def _main(pipe: Connection, task: WorkerTask, rank_info: RankInfo) -> None:
-    # Ctrl-C goes to all processes of a terminal; the rank decides what becomes of this one.
+    # Ctrl-C reaches all processes of a terminal; only the rank decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         task.init_fn(*task.init_args)
@@ -227,11 +226,11 @@ def _main(pipe: Connection, task: WorkerTask, rank_info: RankInfo) -> None:
         barrier = None if task.point is None else TCPStoreBarrier.join(task.point)
         if barrier is not None:
             writer.meet_through(barrier)
-    except Exception as error:  # noqa: BLE001 - told to the rank
+    except Exception as error:  # noqa: BLE001 - sent to the rank
         pipe.send(_Answer(_portable(error)))
         return
     number = 0
-    # The rank may be gone at any time: then this ends too.
+    # When the rank is gone the pipe ends, and so does this process.
     with contextlib.suppress(EOFError, OSError):
         pipe.send(_Answer())
         while (request := pipe.recv()) is not None:
@@ -239,7 +238,8 @@ def _main(pipe: Connection, task: WorkerTask, rank_info: RankInfo) -> None:
             number = 0 if answer.error is not None else request.number
             pipe.send(answer)
     if barrier is not None and rank_info.global_rank == 0 and number:
-        # The store may end with the rank: the others are to hear of the last commit before.
+        # Rank 0 may serve the store, and may end after this: the others must have read the last
+        # verdict by then.
         barrier.wait_until_left(number)
     writer.close()
 
@@ -257,19 +257,19 @@ def _write(
             arena.close()
         if barrier is not None:
             barrier.begin(request.number)
-        # By name: a user's writer may have them in the other order.
+        # By keyword: a user's writer may have the parameters in another order.
         writer.write(state_dict=state_dict, path=path, **kwargs)
-    except Exception as error:  # noqa: BLE001 - told to the rank
+    except Exception as error:  # noqa: BLE001 - sent to the rank
         return _Answer(_portable(error))
     finally:
         if barrier is not None:
-            with contextlib.suppress(Exception):  # a store that is gone was told of already
+            with contextlib.suppress(Exception):  # a store that is gone was reported already
                 barrier.leave(request.number)
     return _Answer()
 
 
 def _portable(error: Exception) -> CheckpointingException:
-    """Return the error as one that pickles, with its traceback as a note."""
+    """Return the error as one that can be pickled, with its traceback as a note."""
     told = (
         error
         if isinstance(error, CheckpointingException)

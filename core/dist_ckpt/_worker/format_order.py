@@ -1,7 +1,7 @@
-"""A planned save that a format writes by itself, as an order for a background worker.
+"""An order for formats that need tensors, not only bytes, to write their files.
 
-Here: ``FormatOrder``. Not here: orders of plain bytes (``_worker.orders``), the format. It is
-unpickled in the worker, which then imports torch and what the format needs.
+Here: ``FormatOrder``. Not here: orders of plain bytes (``_worker.orders``), the format. Unpickling
+one in the worker imports torch and what the format needs.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["FormatOrder"]
 
 
 class FormatOrder:
-    """Writes a planned save out of staged tensors.
+    """Writes a planned save from staged tensors.
 
     Args:
-        planned: The save; the views of its shards lie in ``arena``.
-        arena: The staging memory, None if all is written.
-        written: What this rank has written already, before it handed over.
+        planned: The save; the data of its shards lies in ``arena``.
+        arena: The staging memory; None if nothing is left to write.
+        written: What the training process has written itself, if there was no memory to stage in.
 
     Raises:
         InvalidShardingError: Something in it cannot be pickled.
@@ -42,18 +42,18 @@ class FormatOrder:
     def __init__(
         self, planned: PlannedSave, arena: Arena | None, written: Written | None = None
     ) -> None:
-        """Pack it; nothing but descriptions and memory of ``arena`` is kept."""
+        """Pickle the save; only descriptions and positions in ``arena`` are kept."""
         self.target = str(planned.target)
         self._attempt = planned.attempt
         self.written = written
-        packed = pack(replace(planned, prepared=_slim(planned.prepared)), arena)
+        packed = pack(replace(planned, prepared=_reduced(planned.prepared)), arena)
         self._data, self._places = packed.data, packed.places
         self._planned: PlannedSave | None = None
 
     def write(self, staged: Staged) -> Written:
         """Write this rank's part. Every rank."""
         for _ in staged.runs():
-            pass  # until all is staged
+            pass  # wait until all is staged
         memory = staged.memory()
         arena = Arena(len(memory), descriptor=os.dup(staged.descriptor()))
         planned = self._planned = unpack(self._data, self._places, [arena])
@@ -64,23 +64,23 @@ class FormatOrder:
 
     def publish(self, reports: Sequence[Written]) -> None:
         """Commit. Rank 0."""
-        if self._planned is None:  # it failed before it came to write
+        if self._planned is None:  # `write` has not run in this process
             self._planned = unpack(self._data, (), ())
         finish(self._planned, reports)
 
     def abort(self) -> None:
         """Remove the attempt. Rank 0."""
-        # Not through the content: that it could not be unpacked may be the failure.
+        # Kept outside of the pickled save: that it could not be unpickled may be the failure.
         if self._attempt is not None:
             self._attempt.abort()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is only of this process."""
+        """Leave out the unpacked save."""
         return {**self.__dict__, "_planned": None}
 
 
-def _slim(prepared: Prepared) -> Prepared:
-    """Return it without what is not written by the format: it would only be pickled."""
+def _reduced(prepared: Prepared) -> Prepared:
+    """Return only what the format writes: all else would be pickled for nothing."""
     request = replace(prepared.request, state_dict={}, live=None)
     parts = SaveParts(common={}, tensors=(), objects=())
     shards = prepared.shards.with_data(prepared.shards.data)

@@ -1,7 +1,8 @@
-"""Messages over a stream socket: a length, then a pickle; file descriptors beside it.
+"""Messages over a stream socket: a length, then a pickle; file descriptors as ancillary data.
 
-Here: ``FrameSocket``. Not here: what the messages are. Only for a process and its own child, or for
-ranks of one job that have proven to know its token (``hub``): what comes in is unpickled.
+Here: ``FrameSocket``. Not here: what the messages are. What is received is unpickled, so this is
+only for a process and its own child, and for ranks that have proven to know the job's token
+(``hub``).
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class FrameSocket:
     Any thread may send; one thread receives.
 
     Args:
-        stream: Ours from now on.
+        stream: Owned by this object from now on.
         send_secs: How long a send may wait for the other side to read.
     """
 
     def __init__(self, stream: socket.socket, *, send_secs: float) -> None:
-        """Take the socket over."""
+        """Wrap the socket."""
         stream.setblocking(True)  # noqa: FBT003 - its signature
         secs, micros = int(send_secs), int(send_secs % 1 * 1e6)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", secs, micros))
@@ -50,7 +51,7 @@ class FrameSocket:
         self._send(pickle.dumps(message), descriptors)
 
     def send_if_writable(self, message: object) -> bool:
-        """Send one small object if that takes no waiting; whether it was sent.
+        """Send one small object if that does not block; return whether it was sent.
 
         Raises:
             OSError: The other side is gone.
@@ -62,7 +63,8 @@ class FrameSocket:
                 raise BrokenPipeError("closed")
             poll = select.poll()
             poll.register(self._stream, select.POLLOUT)
-            # A stream counts as writable while much of its buffer is free: more than this takes.
+            # A stream counts as writable only while a good part of its buffer is free: a small
+            # message needs less, so the send below does not block.
             if not poll.poll(0):
                 return False
             self._send_locked(pickle.dumps(message), ())
@@ -90,13 +92,15 @@ class FrameSocket:
         return pickle.loads(self._receive_exactly(nbytes)), descriptors  # noqa: S301 - see above
 
     def shut_down(self) -> None:
-        """Have whoever sends or receives here, or on the other side, see the end."""
+        """End the connection: sends and receives on both sides fail or see the end."""
         self._shut_down(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the socket; nobody may be receiving any more."""
+        """Close the socket; no thread may be receiving any more."""
         self.shut_down()
-        with self._lock:  # whoever sends has the number of a descriptor that must stay this one
+        # Under the lock: a thread may be sending, and a closed descriptor's number may be given to
+        # another file at once.
+        with self._lock:
             self._stream.close()
 
     def _send(self, data: bytes, descriptors: tuple[int, ...]) -> None:
@@ -115,7 +119,7 @@ class FrameSocket:
                 self._stream.sendall(head[sent:])
                 self._stream.sendall(data)
         except BaseException:
-            # Half a message may be on its way, after Ctrl-C too: nothing can follow it.
+            # Half a message may have been sent (also after Ctrl-C): no other may follow it.
             self.is_torn = True
             self._shut_down(socket.SHUT_WR)
             raise

@@ -1,10 +1,11 @@
-"""Where the workers of all ranks meet: a small key-value server that rank 0's worker runs.
+"""The rendezvous of the workers: a small key-value server in rank 0's worker.
 
-Here: ``Hub`` (the server), ``HubAddress``. Not here: its client (``hub_client``), what ranks agree
-on (``agreement``). Torch's own store is no use here: its client would need torch.
+Here: ``Hub`` (the server), ``HubAddress``. Not here: its client (``hub_client``), the commit
+protocol (``agreement``). Torch's store cannot be used: its client would import torch into the
+workers.
 
-Whoever connects proves to know the token, without sending it, and is shown that the hub knows it
-too; after that the two believe each other, pickles included. Nobody else is listened to.
+Client and hub prove to each other that they know the job's token, without sending it (an HMAC of
+the other side's nonce). Only after that are messages read, because they are unpickled.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ __all__ = ["Hub", "HubAddress", "answer", "receive_exactly", "set_keepalive"]
 
 NONCE_NBYTES = 32
 _GREETING_SECS = 10.0
-"""How long a connection may take to prove itself."""
+"""How long the authentication of a connection may take."""
 _SEND_SECS = 60.0
 _BACKLOG = 4096
 _LOOK_SECS = 1.0
-"""How often a wait looks for ranks whose connection is gone."""
+"""How often a wait checks for ranks whose connection is gone."""
 RANK = struct.Struct("!q")
 
 
@@ -37,9 +38,9 @@ class HubAddress:
     """Where the hub is.
 
     Attributes:
-        hosts: Names or addresses of its host, the likeliest first.
+        hosts: Names or addresses of its host, the most likely one first.
         port: Its port.
-        token: What its clients must know.
+        token: The secret of the job that its clients must know.
     """
 
     hosts: tuple[str, ...]
@@ -48,12 +49,12 @@ class HubAddress:
 
 
 def answer(token: bytes, nonce: bytes, role: bytes) -> bytes:
-    """Return the proof of ``role`` that it knows the token."""
+    """Return the proof that ``role`` knows the token: an HMAC of the other side's nonce."""
     return hmac.digest(token, role + nonce, "sha256")
 
 
 def receive_exactly(stream: socket.socket, nbytes: int) -> bytes:
-    """Return so many bytes, or raise ``EOFError`` or ``OSError``."""
+    """Return exactly ``nbytes`` bytes, or raise ``EOFError`` or ``OSError``."""
     data = b""
     while len(data) < nbytes:
         more = stream.recv(nbytes - len(data))
@@ -64,7 +65,7 @@ def receive_exactly(stream: socket.socket, nbytes: int) -> bytes:
 
 
 def set_keepalive(stream: socket.socket) -> None:
-    """Have the system notice within half a minute that the other host is gone."""
+    """Let the kernel notice within half a minute that the other host is gone."""
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
@@ -76,11 +77,11 @@ class Hub:
     """Serves from threads of its own until ``close``.
 
     Args:
-        hosts: What clients may call this host.
-        grace_secs: How long a rank may be without connection until nobody waits for it any more.
+        hosts: Names under which clients may reach this host.
+        grace_secs: How long a rank may be disconnected before it counts as gone.
 
     Raises:
-        OSError: No port can be had.
+        OSError: No port can be bound.
     """
 
     def __init__(self, hosts: tuple[str, ...], *, grace_secs: float = 30.0) -> None:
@@ -114,7 +115,7 @@ class Hub:
             try:
                 stream, _ = self._listener.accept()
             except OSError:
-                # Shut down; or a connection that was gone again, or no descriptor for it.
+                # The listener was shut down, the connection was dropped, or there is no descriptor.
                 self._closed.wait(0.05)
                 continue
             thread = threading.Thread(
@@ -134,18 +135,18 @@ class Hub:
                 if greeted is None:
                     return
                 rank, proof = greeted
-                self._table.come(rank)  # before the client knows that it is there
+                self._table.connected(rank)  # before the client sees that it is connected
                 try:
                     stream.sendall(proof)
                     self._answer_all(FrameSocket(stream, send_secs=_SEND_SECS))
                 finally:
-                    self._table.go(rank)
+                    self._table.disconnected(rank)
         finally:
             with self._lock:
                 self._connections.pop(threading.current_thread(), None)
 
     def _greet(self, stream: socket.socket) -> tuple[int, bytes] | None:
-        """Return the client's rank and the proof for it, or None if it does not know the token."""
+        """Return the client's rank and our proof, or None if it does not know the token."""
         stream.settimeout(_GREETING_SECS)
         set_keepalive(stream)
         nonce = secrets.token_bytes(NONCE_NBYTES)
@@ -169,14 +170,14 @@ _REQUESTS = frozenset({"set", "set_if_absent", "get", "wait", "absent", "present
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """One wait: the keys it still misses, and what wakes it."""
+    """One wait: the keys that are still missing, and the event that ends it."""
 
     missing: set[str]
     event: threading.Event = field(default_factory=threading.Event)
 
 
 class _Table:
-    """The keys, who waits for them, and which ranks are connected."""
+    """The keys, the waits for them, and the connections of the ranks."""
 
     def __init__(self, grace_secs: float) -> None:
         self._grace_secs = grace_secs
@@ -208,7 +209,7 @@ class _Table:
                 del self._values[key]
 
     def wait(self, keys: dict[str, int | None], timeout_secs: float) -> list[str]:
-        """Return which keys (each with the rank that sets it) are not there in time."""
+        """Return the keys that were not set in time. ``keys``: each with the rank that sets it."""
         begun = time.monotonic()
         deadline = begun + timeout_secs
         with self._lock:
@@ -232,28 +233,28 @@ class _Table:
         return missing
 
     def absent(self, since: float = 0.0) -> list[int]:
-        """Return the ranks that were connected, and have not been for longer than the grace.
+        """Return the ranks that have been disconnected for longer than ``grace_secs``.
 
         Args:
-            since: The grace begins then at the earliest: a worker that died long ago may have a
-                successor that is just starting.
+            since: The earliest time from which a disconnection counts: a worker that died long ago
+                may have a successor that is just starting.
         """
         end = time.monotonic() - self._grace_secs
         with self._lock:
             return [rank for rank, gone in self._gone_since.items() if max(gone, since) < end]
 
     def present(self) -> list[int]:
-        """Return the ranks that were connected and are not absent."""
+        """Return the ranks that have ever connected and are not absent."""
         gone = set(self.absent())
         with self._lock:
             return sorted(self._num_connections.keys() - gone)
 
-    def come(self, rank: int) -> None:
+    def connected(self, rank: int) -> None:
         with self._lock:
             self._num_connections[rank] = self._num_connections.get(rank, 0) + 1
             self._gone_since.pop(rank, None)
 
-    def go(self, rank: int) -> None:
+    def disconnected(self, rank: int) -> None:
         with self._lock:
             self._num_connections[rank] -= 1
             if not self._num_connections[rank]:

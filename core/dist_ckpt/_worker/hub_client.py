@@ -1,7 +1,7 @@
 """A rank's connection to the hub.
 
-Here: ``HubClient`` and ``HubLostError``. Not here: the hub (``hub``), what is said there
-(``agreement``). Used by a worker, and by a training process that stands in for a dead one.
+Here: ``HubClient`` and ``HubLostError``. Not here: the hub (``hub``), the commit protocol
+(``agreement``). Used by a worker, and by a training process that reports for its dead worker.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 __all__ = ["HubClient", "HubLostError"]
 
 _TRY_SECS = 5.0
-"""How long to try one name of the host before the next one's turn."""
+"""How long to try one name of the host before the next one."""
 _ANSWER_SECS = 30.0
-"""How long the hub may take to answer what it can answer at once."""
+"""How long the hub may take for a request that involves no waiting."""
 
 
 class HubLostError(CoordinationError):
-    """The hub, and with it rank 0's worker, cannot be reached (any more)."""
+    """The hub, and with it rank 0's worker, cannot be reached."""
 
 
 class HubClient:
-    """Asks the hub; any thread may, one after the other.
+    """A client of the hub. Any thread may use it; requests are made one after the other.
 
-    A connection that breaks is made anew once, then it counts as lost.
+    A broken connection is made again once for each request; then the hub counts as lost.
 
     Args:
         address: Where the hub is.
-        rank: Who asks.
-        connect_secs: How long to try.
+        rank: The client's rank.
+        connect_secs: How long to try to connect.
 
     Raises:
-        HubLostError: It cannot be reached, or is another one.
+        HubLostError: It cannot be reached, or another server listens there.
     """
 
     def __init__(self, address: HubAddress, rank: int, connect_secs: float = 30.0) -> None:
@@ -66,20 +66,20 @@ class HubClient:
         self._ask(_ANSWER_SECS, "set", key, value)
 
     def set_if_absent(self, key: str, value: bytes) -> bool:
-        """Set a key unless it is there; whether it was set."""
+        """Set a key unless it exists; return whether it was set."""
         return bool(self._ask(_ANSWER_SECS, "set_if_absent", key, value))
 
     def get(self, key: str) -> bytes | None:
-        """Return the value of a key, None if it is not there."""
+        """Return the value of a key, None if it does not exist."""
         value: bytes | None = self._ask(_ANSWER_SECS, "get", key)
         return value
 
     def wait(self, keys: Mapping[str, int | None], timeout_secs: float) -> list[str]:
-        """Wait until all keys are there; return those that are not in time.
+        """Wait until all keys are set; return those that were not in time.
 
         Args:
-            keys: Each with the rank that will set it: a rank whose connection is gone is not waited
-                for; None for a key that anybody may set.
+            keys: Each with the rank that sets it, so that no wait is spent on a rank that is gone;
+                None for a key that any rank may set.
             timeout_secs: How long to wait.
         """
         found = self._ask(timeout_secs + _ANSWER_SECS, "wait", dict(keys), timeout_secs)
@@ -97,11 +97,11 @@ class HubClient:
         return ranks
 
     def delete_prefix(self, prefix: str) -> None:
-        """Delete all keys that begin so."""
+        """Delete all keys that begin with ``prefix``."""
         self._ask(_ANSWER_SECS, "delete_prefix", prefix)
 
     def close(self) -> None:
-        """End the connection; whoever waits in another thread gets a ``HubLostError``."""
+        """Close the connection; a request in another thread raises ``HubLostError``."""
         self._is_closed = True
         frames = self._frames
         if frames is not None:
@@ -145,7 +145,7 @@ class HubClient:
                     error = refused
                 except (OSError, EOFError) as failed:
                     is_refused, error = False, failed
-            # Refused by all: nobody listens there any more, and nobody will again.
+            # Refused under all names: the hub has closed its port, and never opens it again.
             if is_refused or time.monotonic() >= deadline:
                 raise self._lost(error) from error
             threading.Event().wait(0.1)
@@ -162,7 +162,7 @@ class HubClient:
             try:
                 proof = receive_exactly(stream, NONCE_NBYTES)
             except EOFError:
-                proof = b""  # it did not like our proof
+                proof = b""  # the server rejected our proof
             if not hmac.compare_digest(proof, answer(token, ours, b"server")):
                 raise ConnectionRefusedError(f"{host} is not the hub")
             return FrameSocket(stream, send_secs=_ANSWER_SECS)

@@ -1,7 +1,8 @@
-"""One started worker, seen from the training process: its process or thread, and its channel.
+"""One started worker, as the training process sees it: its process or thread, and its channel.
 
-Here: ``Link``: start, hear, notice the death. Not here: which worker is used and when another is
-started (``worker``), what a save is (``saves``). One reader thread for each, which ends with it.
+Here: ``Link``: start a worker, receive its messages, notice its death. Not here: when another
+worker is started (``worker``), one save (``saves``). Each link has a reader thread, which ends with
+it.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ START_SECS = 120.0
 SILENCE_SECS = 60.0
 """After so long without a heartbeat the worker counts as dead."""
 _SLICE_SECS = 1.0
-"""Silence is counted in pieces: if the whole job was stopped, that is one piece, not a death."""
+"""Silence is counted in slices of this length: a job that was suspended counts as one slice."""
 _REAP_SECS = 10.0
 
 _LEFT: Final[list[subprocess.Popen[bytes]]] = []
-"""Workers that end by themselves (``leave``); they are reaped when another one is started."""
+"""Workers that end on their own (``leave``); reaped when another one is started."""
 
 
 class Link:
@@ -57,7 +58,7 @@ class Link:
 
     Args:
         kind: A process of its own, or a thread of this one.
-        config: What the worker is told first.
+        config: The first message to the worker.
 
     Raises:
         ConfigError: There is no Python to start.
@@ -65,7 +66,7 @@ class Link:
     """
 
     def __init__(self, kind: Literal["process", "thread"], config: Configure) -> None:
-        """Start it; it is not there yet."""
+        """Start it without waiting until it is ready."""
         self._config = config
         self._lock = threading.Lock()
         self._saves: dict[int, WorkerSave] = {}
@@ -92,7 +93,7 @@ class Link:
 
     @property
     def owner_pid(self) -> int:
-        """The process that started it: a forked child of that has no part in it."""
+        """The process that started it; a forked child of that process must not use it."""
         return self._config.parent_pid
 
     @property
@@ -101,7 +102,7 @@ class Link:
         return not self._is_over and not self._is_closing and self._channel.can_send
 
     def wait_until_ready(self, timeout_secs: float = START_SECS) -> None:
-        """Wait until the worker is there.
+        """Wait until the worker has said hello.
 
         Raises:
             WorkerDiedError: It died, or does not answer.
@@ -114,7 +115,7 @@ class Link:
             raise self.death
 
     def ask_for_hub(self, message: ServeHub) -> None:
-        """Send it; ``wait_for_hub`` has the answer."""
+        """Send it; ``wait_for_hub`` returns the answer."""
         self._hub_served.clear()
         self.send(message)
 
@@ -124,7 +125,7 @@ class Link:
         return self.hub
 
     def register(self, save: WorkerSave) -> None:
-        """Have ``save`` told all that is said of it, and of the worker's death."""
+        """Pass all messages about ``save`` to it, and the worker's death."""
         with self._lock:
             if not self._is_over:
                 self._saves[save.number] = save
@@ -132,9 +133,10 @@ class Link:
         save.handle_death(self._ended_error())
 
     def send(self, message: object, descriptors: tuple[int, ...] = ()) -> None:
-        """Send; ``OSError`` if the worker is gone, or does not listen.
+        """Send; ``OSError`` if the worker is gone or does not read.
 
-        After any failure on the way the worker hears the end: it finishes what is all staged.
+        After a failed send the worker sees the end of the channel, and finishes saves that are
+        staged in full.
         """
         self._channel.send(message, descriptors)
 
@@ -230,7 +232,7 @@ class Link:
             self._end()
 
     def _read_all(self) -> None:
-        """Hear until the end of the channel, or until the process has ended without one."""
+        """Handle messages until the channel ends, or the process has ended without closing it."""
         silent_secs, has_exited = 0.0, False
         while True:
             received = self._channel.receive(0 if has_exited else _SLICE_SECS)
@@ -238,7 +240,7 @@ class Link:
                 silent_secs = 0.0
                 self._handle(received[0])
             elif has_exited:
-                return  # without end of file: some child has inherited the worker's end
+                return  # no end of file came: a child has inherited the worker's end
             elif self._process is not None:
                 has_exited = self._process.poll() is not None
                 silent_secs += _SLICE_SECS
@@ -271,11 +273,11 @@ class Link:
                     save.handle(message)
 
     def _end(self) -> None:
-        """The worker is gone: reap it, and tell all who wait for it."""
+        """Reap the worker and wake everything that waits for it."""
         code = self._reap()
         with self._lock:
-            was_told = self._is_closing or not self._channel.can_send
-            if self._silence or not was_told or code not in (0, None):
+            is_expected = self._is_closing or not self._channel.can_send
+            if self._silence or not is_expected or code not in (0, None):
                 self.death = self._death(code)
             self._is_over = True
             saves, self._saves = self._saves, {}
@@ -300,7 +302,7 @@ class Link:
         if self._process is not None:
             self._process.kill()
 
-    # -- telling -----------------------------------------------------------------------------------
+    # -- messages of errors ------------------------------------------------------------------------
 
     def _ended_error(self) -> CheckpointingException:
         if self.death is not None:

@@ -1,11 +1,11 @@
-"""The worker's life: hear messages, write one save after the other, agree on each.
+"""The worker's main loop: receive messages, write one save after the other, commit each.
 
 Here: ``WorkerLoop``, the same for a worker process and a worker thread. Not here: how a process
-gets here (``main``), what the training process does (``link``).
+starts (``main``), the training process's end (``link``).
 
-Three threads: the reader takes messages and never waits for anything else; the writer takes saves
-in the order they were begun; heartbeats tell how far it is. When the training process is gone, what
-is all staged is finished and committed, and the rest is given up.
+Three threads: the reader handles messages and waits for nothing else; the writer writes saves in
+the order in which they began; the third sends heartbeats. When the training process is gone, saves
+that are staged in full are written and committed, and the others are given up.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ __all__ = ["WorkerLoop"]
 logger = logging.getLogger(__name__)
 
 _LINGER_SECS = 10.0
-"""How long the hub outlives the last save, until all ranks have heard how it ended."""
+"""How long the hub outlives the last save, until all ranks have read its verdict."""
 _STAGING_SECS = 1800.0
 """How long to wait for the next staged bytes of a save without a commit point."""
 _IDLE = "waiting for a save"
 
 
 class WorkerLoop:
-    """Serves one training process until that ends, or says so.
+    """Serves one training process until that ends or sends ``Close``.
 
     Args:
         channel: The worker's end.
@@ -67,7 +67,7 @@ class WorkerLoop:
     """
 
     def __init__(self, channel: Channel, config: Configure, *, is_process: bool) -> None:
-        """Nothing runs yet."""
+        """Start nothing yet."""
         self._channel, self._config, self._is_process = channel, config, is_process
         self._participant = CommitParticipant()
         self._hub: Hub | None = None
@@ -78,32 +78,32 @@ class WorkerLoop:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Serve until the end. The reader is the thread that calls this."""
+        """Serve until the end; the calling thread is the reader."""
         name = f"dist_ckpt-worker-{self._config.rank}"
         threads = [
             threading.Thread(target=self._write_all, name=f"{name}-writer", daemon=True),
-            threading.Thread(target=self._beat, name=f"{name}-heart", daemon=True),
+            threading.Thread(target=self._send_heartbeats, name=f"{name}-heart", daemon=True),
         ]
         for thread in threads:
             thread.start()
         reason = "the worker failed"
         try:
-            self._tell(Hello(os.getpid()))
+            self._send(Hello(os.getpid()))
             reason = self._read_all()
         finally:
             for save in list(self._saves.values()):
                 if not save.is_all_staged:
-                    save.abandon(_failure(reason))
+                    save.abandon(_give_up_failure(reason))
             self._queue.put(None)
             threads[0].join()
             self._ended.set()
             threads[1].join()
-            self._let_go()
+            self._release_all()
 
     # -- the reader --------------------------------------------------------------------------------
 
     def _read_all(self) -> str:
-        """Take messages; return why there are no more."""
+        """Handle messages until the channel ends; return why it ended."""
         while True:
             try:
                 received = self._channel.receive()
@@ -138,12 +138,14 @@ class WorkerLoop:
         save = StagedSave(
             begin,
             arena,
-            tell=self._tell,
-            note=self._note,
+            send=self._send,
+            set_state=self._set_state,
             timeout_secs=begin.point.timeout_secs if begin.point else _STAGING_SECS,
         )
         if begin.arena_key is not None and arena is None:
-            save.abandon(_failure(f"arena {begin.arena_key} could not be mapped in the worker"))
+            save.abandon(
+                _give_up_failure(f"arena {begin.arena_key} could not be mapped in the worker")
+            )
         self._saves[begin.number] = save
         self._queue.put(save)
 
@@ -158,9 +160,9 @@ class WorkerLoop:
             try:
                 self._hub = Hub(message.hosts, grace_secs=message.grace_secs)
             except OSError as error:
-                self._tell(HubServed(None, str(error)))
+                self._send(HubServed(None, str(error)))
                 return
-        self._tell(HubServed(self._hub.address))
+        self._send(HubServed(self._hub.address))
 
     # -- the writer --------------------------------------------------------------------------------
 
@@ -176,64 +178,65 @@ class WorkerLoop:
                 logger.exception("%s: the worker cannot go on", save.begin.target)
                 if self._is_process:
                     os._exit(70)  # EX_SOFTWARE; the training process sees it, and acts
-                self._tell(
+                self._send(
                     Ended(save.begin.number, error=AsyncSaveError("the worker cannot go on"))
                 )
             finally:
-                self._note(_IDLE, 0)
+                self._set_state(_IDLE, 0)
                 if self._is_process:
                     gc.enable()
                     gc.collect()
             del save
 
     def _serve(self, save: StagedSave) -> None:
-        """Write one save and agree on it; whatever happens, the training process is told."""
+        """Write one save and commit it; always answer with ``Written`` and ``Ended``."""
         begin, timings = save.begin, {"begun": time.time()}
         if self._is_process:  # one save is written at a time
             os.umask(begin.umask)
-        order, report, failure = self._written(save, timings)
+        order, report, failure = self._write(save, timings)
+        # Before `Written`: on that message the training process may overwrite the memory.
         save.release()
         failure = save.failure or failure
         now = time.time()
         if failure is None:
             timings["written"] = now
-        self._tell(Written(begin.number, now - timings["begun"], dict(timings), save.nbytes))
+        self._send(Written(begin.number, now - timings["begun"], dict(timings), save.nbytes))
         error: CheckpointingException | None = None
         packed = b""
         try:
             if begin.commits:
-                self._note(f"committing {begin.target}", 0)
+                self._set_state(f"committing {begin.target}", 0)
                 self._participant.commit(begin.point, order, report, failure)
                 timings["committed"] = time.time()
             elif failure is not None:
                 raise merged_error(f"writing {begin.target}", {self._config.rank: failure}, None)
             else:
                 packed = pickle.dumps(report)
-        except BaseException as caught:  # noqa: BLE001 - told to the training process
-            error = self._of_our_tree(caught, begin.target)
+        except BaseException as caught:  # noqa: BLE001 - sent to the training process
+            error = self._as_our_error(caught, begin.target)
         self._saves.pop(begin.number, None)
-        self._tell(Ended(begin.number, packed, error, order is not None, dict(timings)))
+        self._send(Ended(begin.number, packed, error, order is not None, dict(timings)))
 
-    def _written(
+    def _write(
         self, save: StagedSave, timings: dict[str, float]
     ) -> tuple[Order | None, Any, RankFailure | None]:
-        """Carry out the order; return it, its report, and what failed."""
+        """Carry out the order; return it with its report or the failure."""
         begin = save.begin
         order: Order | None = None
         try:
-            self._note(f"beginning {begin.target}", 0)
+            self._set_state(f"beginning {begin.target}", 0)
             if begin.commits:
                 self._participant.connect(begin.point)
-            # Made by this worker's own parent, see the module `orders`.
+            # The bytes come from the training process that this worker belongs to.
             order = pickle.loads(begin.order)  # noqa: S301 - see above
             assert order is not None  # noqa: S101 - for the type checker
             save.progress("writing", 0)
             timings["first_write"] = time.time()
             return order, order.write(save), None
-        except BaseException as error:  # noqa: BLE001 - told to all ranks
+        except BaseException as error:  # noqa: BLE001 - reported to all ranks
             return order, None, describe_failure(error)
 
-    def _of_our_tree(self, error: BaseException, target: str) -> CheckpointingException:
+    def _as_our_error(self, error: BaseException, target: str) -> CheckpointingException:
         with contextlib.suppress(Exception):
             if isinstance(error, CheckpointingException) and pickle.dumps(error):
                 return error
@@ -242,27 +245,27 @@ class WorkerLoop:
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _tell(self, message: object) -> None:
-        with contextlib.suppress(OSError):  # the training process is gone: nobody to tell
+    def _send(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # the training process is gone
             self._channel.send(message)
 
-    def _note(self, phase: str, nbytes: int) -> None:
+    def _set_state(self, phase: str, nbytes: int) -> None:
         is_news = phase != self._state[0]
         self._state = (phase, nbytes)
         if is_news:
             with contextlib.suppress(OSError):
                 self._channel.send_if_writable(Heartbeat(phase, nbytes))
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self._ended.wait(self._config.heartbeat_secs):
             with contextlib.suppress(OSError):
                 self._channel.send_if_writable(Heartbeat(*self._state))
             if self._is_process and os.getppid() != self._config.parent_pid:
-                # A child of the training process may have inherited the other end of the channel:
-                # then there is no end of file when the training process ends.
+                # The training process has ended, but there is no end of file if a child of it has
+                # inherited its end of the channel.
                 self._channel.shut_down()
 
-    def _let_go(self) -> None:
+    def _release_all(self) -> None:
         if self._hub is not None:
             self._participant.linger(_LINGER_SECS)
         self._participant.close()
@@ -273,5 +276,5 @@ class WorkerLoop:
         self._channel.close()
 
 
-def _failure(message: str) -> RankFailure:
+def _give_up_failure(message: str) -> RankFailure:
     return describe_failure(AsyncSaveError(message))

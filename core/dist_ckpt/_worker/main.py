@@ -1,6 +1,6 @@
-"""Where a worker process begins.
+"""The entry point of a worker process.
 
-Here: ``main``, and the command that gets there (``command``). Not here: what the worker does
+Here: ``main``, and the command line that runs it (``command``). Not here: what the worker does
 (``loop``). The process is a fresh interpreter, never a fork; it does not import the user's main
 module, and has a session of its own, so that Ctrl-C at the terminal does not reach it.
 """
@@ -28,10 +28,10 @@ _BOOT = (
 
 
 def command(executable: str, descriptor: int) -> list[str]:
-    """Return how to start a worker that speaks through ``descriptor``.
+    """Return the command line of a worker whose channel is ``descriptor``.
 
-    It gets this process's ``sys.path``, so that it imports what is imported here: the working
-    directory alone would let any file there pass for a module.
+    It gets this process's ``sys.path``, so that both import the same modules, and ``-P``, so that
+    no file in the working directory is taken for a module.
     """
     path = [str(entry) or _here() for entry in sys.path]
     return [executable, "-P", "-c", _BOOT, str(descriptor), json.dumps(path)]
@@ -40,14 +40,15 @@ def command(executable: str, descriptor: int) -> list[str]:
 def _here() -> str:
     try:
         return os.getcwd()  # noqa: PTH109 - as the import system does
-    except FileNotFoundError:  # it was removed: nothing can be imported from there
+    except FileNotFoundError:  # the directory was removed: nothing can be imported from it
         return os.devnull
 
 
 def main(descriptor: int) -> None:
-    """Be a worker until the training process ends, or says so."""
+    """Run a worker until the training process ends or sends ``Close``."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGXFSZ", "SIGPIPE"):
-        # When to end is the training process's decision; a full disk is an error, not a signal.
+        # The training process decides when this ends; a full disk or a closed pipe is an error to
+        # handle, not a signal to die of.
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     with contextlib.suppress(RuntimeError, AttributeError, ValueError):
         faulthandler.enable()

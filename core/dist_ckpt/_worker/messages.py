@@ -1,7 +1,7 @@
-"""What a training process and its worker say to each other.
+"""The messages between a training process and its worker.
 
-Here: the messages, frozen and without behaviour. Not here: how they travel (``channel``), who acts
-on them (``link``, ``loop``).
+Here: frozen dataclasses without behaviour. Not here: how they travel (``channel``), who handles
+them (``link``, ``loop``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PROTOCOL = (1, __version__)
-"""Both sides must be of one release: a library that was updated while training ran is noticed."""
+"""Both sides must be the same release; the library may be updated while training runs."""
 
 
 # -- to the worker -------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ PROTOCOL = (1, __version__)
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """The first message."""
+    """The first message: whose worker this is."""
 
     rank: int
     heartbeat_secs: float
@@ -64,7 +64,7 @@ class ServeHub:
 
 @dataclass(frozen=True, slots=True)
 class MapArena:
-    """Here is the descriptor of an arena."""
+    """Map an arena, whose descriptor is sent with this message."""
 
     key: int
     nbytes: int
@@ -72,18 +72,17 @@ class MapArena:
 
 @dataclass(frozen=True, slots=True)
 class ForgetArena:
-    """No save will use this arena again."""
+    """Unmap an arena: no further save uses it."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A save. Its order is pickled by itself: if it cannot be unpickled, only this save fails.
+    """Begin a save. The order is pickled on its own: if it cannot be read, only this save fails.
 
     Attributes:
-        umask: Of the training process at the save; the files get the permissions that they would
-            get from it.
+        umask: Of the training process, so that files get the permissions that it would give them.
     """
 
     number: int
@@ -98,7 +97,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class StagedRun:
-    """These bytes are ready to be written."""
+    """These bytes are staged and may be written."""
 
     number: int
     run: Run
@@ -113,7 +112,7 @@ class AllStaged:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Staging failed: the save must not be committed."""
+    """Staging failed; the save must not be committed."""
 
     number: int
     failure: RankFailure
@@ -121,7 +120,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Finish what is all staged, then end."""
+    """Finish saves that are staged in full, then end."""
 
 
 # -- from the worker -----------------------------------------------------------------------------
@@ -129,7 +128,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The worker is there."""
+    """The worker has started."""
 
     pid: int
     protocol: tuple[int, str] = PROTOCOL
@@ -145,7 +144,7 @@ class HubServed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What the worker does, and how many bytes of it are done."""
+    """What the worker is doing, and how many bytes of it are done."""
 
     phase: str
     nbytes: int
@@ -161,7 +160,7 @@ class Freed:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The worker reads nothing of this save's memory any more, however that ended.
+    """The worker no longer reads the memory of this save, whether or not writing succeeded.
 
     Attributes:
         number: Which save.
@@ -183,8 +182,8 @@ class Ended:
     Attributes:
         number: Which save.
         report: Pickled, for saves that do not commit.
-        error: What failed, on all ranks alike.
-        is_aborted: Whether the worker could do what ``Order.abort`` does.
+        error: The failure, the same on all ranks; None for success.
+        is_aborted: Whether the worker had an order, so that a failed attempt is removed already.
         timings: Unix times by name.
     """
 

@@ -1,8 +1,9 @@
-"""What a worker is told to do: an order, and the staged bytes that it gets piece by piece.
+"""Orders: what a worker does with the staged bytes of one save.
 
-Here: the ports ``Order`` and ``Staged``, the order of a byte image (``FileOrder``). Not here: how
-files are written (``write``), rank 0's part of a commit (``_saving.publish``), who agrees on it
-(``agreement``). Orders are made in the training process, pickled, and carried out in the worker.
+Here: the ports ``Order`` and ``Staged``, and the order for a byte image (``FileOrder``). Not here:
+how files are written (``write``), rank 0's part of a commit (``_saving.publish``), the commit
+protocol (``agreement``). Orders are made in the training process, pickled, and carried out in the
+worker.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ __all__ = ["AbandonedError", "FileOrder", "Order", "Staged"]
 
 
 class AbandonedError(CoordinationError):
-    """The training process has given this save up while it was staged; ``failure`` says why."""
+    """The training process gave this save up during staging; ``failure`` says why."""
 
     def __init__(self, message: str = "", *, failure: RankFailure | None = None) -> None:
-        """Remember the failure."""
+        """Keep the failure."""
         super().__init__(message)
         self.failure = failure
 
 
 class Staged(Protocol):
-    """What an order sees of its memory, inside the worker."""
+    """The staged bytes of one save, as its order sees them in the worker."""
 
     def memory(self) -> memoryview:
-        """Return the whole arena of this save; it must not be used after ``Order.write``."""
+        """Return the memory of this save; not to be used after ``Order.write`` has returned."""
         ...
 
     def descriptor(self) -> int:
-        """Return the file behind the arena, for orders that map it themselves; it stays ours."""
+        """Return the descriptor of the arena, for orders that map it; do not close it."""
         ...
 
     def runs(self) -> Iterator[Run]:
-        """Yield each run once it is staged, until all are.
+        """Yield each run once it is staged, until all runs are.
 
         Raises:
-            AbandonedError: The training process gave the save up, or is gone.
+            AbandonedError: The training process gave the save up, or has ended.
         """
         ...
 
@@ -58,20 +59,21 @@ class Staged(Protocol):
         ...
 
     def freed(self, run: Run) -> None:
-        """Tell the training process that these bytes may be overwritten. From any thread."""
+        """Allow the training process to overwrite these bytes. From any thread."""
         ...
 
     def progress(self, phase: str, nbytes: int) -> None:
-        """Note what is being done, and how many bytes are done in all. From any thread."""
+        """Report what is being done, and how many bytes are done in all. From any thread."""
         ...
 
 
 class Order(Protocol):
-    """What to do with one rank's staged bytes. Picklable; unpickling imports what it needs.
+    """What to do with one rank's staged bytes. Picklable; unpickling it imports what it needs.
 
     Attributes:
         target: What is saved, for messages.
-        commits: Whether all ranks commit what they have written; else the report is the outcome.
+        commits: Whether all ranks commit what they have written; if not, the report of ``write`` is
+            the outcome.
     """
 
     @property
@@ -81,7 +83,7 @@ class Order(Protocol):
 
     @property
     def commits(self) -> bool:
-        """Whether all ranks commit what they have written; else the report is the outcome."""
+        """Whether all ranks commit what they have written; if not, the report is the outcome."""
         ...
 
     def write(self, staged: Staged) -> Any:
@@ -89,17 +91,17 @@ class Order(Protocol):
         ...
 
     def publish(self, reports: Sequence[Any]) -> None:
-        """Make it a checkpoint; all ranks (by rank) have written. Rank 0."""
+        """Publish the checkpoint; ``reports`` are those of all ranks, in their order. Rank 0."""
         ...
 
     def abort(self) -> None:
-        """Remove what was written; no rank writes any more. Rank 0."""
+        """Remove what was written; called when no rank writes any more. Rank 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileOrder:
-    """Write a byte image: every byte of every file comes from a run, exactly once.
+    """Writes a byte image: every byte of every file comes from exactly one run.
 
     Attributes:
         directory: The attempt's directory, made by rank 0.

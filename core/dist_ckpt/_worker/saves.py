@@ -88,19 +88,19 @@ class WorkerSave:
         They must not change until ``written`` is completed or ``wait_freed`` has returned. A dead
         worker is not an error here: ``outcome`` has it.
         """
-        self._tell(StagedRun(self.number, run))
+        self._post(StagedRun(self.number, run))
 
     def all_staged(self) -> None:
         """Tell the worker that there are no further runs.
 
         From now on the save commits even if the training process ends.
         """
-        self._tell(AllStaged(self.number))
+        self._post(AllStaged(self.number))
 
     def abandon(self, error: BaseException) -> None:
         """Tell the worker that staging failed: the save fails on all ranks with ``error``."""
         self._abandoned = error
-        self._tell(Abandon(self.number, describe_failure(error)))
+        self._post(Abandon(self.number, describe_failure(error)))
 
     def wait_freed(self, run: Run, timeout_secs: float) -> None:
         """Wait until the bytes of ``run`` may be overwritten.
@@ -170,7 +170,7 @@ class WorkerSave:
 
     # -- helpers -----------------------------------------------------------------------------------
 
-    def _tell(self, message: object) -> None:
+    def _post(self, message: object) -> None:
         try:
             self._send(message)
         except OSError:

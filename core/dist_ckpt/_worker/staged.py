@@ -1,8 +1,8 @@
-"""A save as the worker sees it: mapped memory, and the runs that are ready so far.
+"""A save as the worker sees it: mapped staging memory, and the runs that are staged so far.
 
 Here: ``MappedArena``, ``StagedSave`` (the ``Staged`` of an order). Not here: other messages
-(``loop``), what is done with the bytes (``orders``). In the worker; the reader puts in, the writer
-takes out.
+(``loop``), what is done with the bytes (``orders``). Runs in the worker: the reader thread adds
+runs, the writer thread takes them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["MappedArena", "StagedSave"]
 
 
 class MappedArena:
-    """An arena of the training process, mapped here, for reading only.
+    """An arena of the training process, mapped read-only in the worker.
 
-    It has users: the table it stands in, and each save that is staged in it. The last one to leave
-    unmaps it.
+    Reference counted: the loop's table holds one reference, each save that is staged in it another.
+    The last ``leave`` unmaps it.
 
     Args:
-        descriptor: Its file, ours from now on.
+        descriptor: Its file; owned by this object from now on, also if mapping fails.
         nbytes: Its size.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        """Map it, with one user."""
+        """Map it, with one reference."""
         self.descriptor = descriptor
         self._lock = threading.Lock()
         self._num_users = 1
@@ -53,24 +53,24 @@ class MappedArena:
             raise
 
     def join(self) -> None:
-        """One more user."""
+        """Add a reference."""
         with self._lock:
             self._num_users += 1
 
     def leave(self) -> None:
-        """One user less."""
+        """Remove a reference; the last one unmaps the arena."""
         with self._lock:
             self._num_users -= 1
             if self._num_users:
                 return
         if self._map is not None:
-            with contextlib.suppress(BufferError):  # then the last look into it unmaps it
+            with contextlib.suppress(BufferError):  # a view is still alive: its end unmaps
                 self._map.close()
         self._map = None
         os.close(self.descriptor)
 
     def view(self, nbytes: int) -> memoryview:
-        """Return its first bytes."""
+        """Return its first ``nbytes`` bytes; valid until the last ``leave``."""
         return memoryview(b"" if self._map is None else self._map)[:nbytes]
 
 
@@ -78,10 +78,10 @@ class StagedSave:
     """One save, from its ``Begin`` to its end.
 
     Args:
-        begin: The message.
+        begin: The message that announced it.
         arena: Where it is staged; None for a save without bytes.
-        tell: Sends a message to the training process, if that is there.
-        note: Notes phase and bytes for heartbeats.
+        send: Sends a message to the training process, if that is there.
+        set_state: Sets phase and bytes for the heartbeats.
         timeout_secs: How long to wait for the next run.
     """
 
@@ -90,8 +90,8 @@ class StagedSave:
         begin: Begin,
         arena: MappedArena | None,
         *,
-        tell: Callable[[object], None],
-        note: Callable[[str, int], None],
+        send: Callable[[object], None],
+        set_state: Callable[[str, int], None],
         timeout_secs: float,
     ) -> None:
         """Nothing is staged yet."""
@@ -101,24 +101,24 @@ class StagedSave:
             arena.join()
         self.failure: RankFailure | None = None
         self.is_all_staged = False
-        self.nbytes = 0  # that are written
-        self._tell, self._note, self._timeout_secs = tell, note, timeout_secs
+        self.nbytes = 0  # written so far
+        self._send, self._set_state, self._timeout_secs = send, set_state, timeout_secs
         self._view: memoryview | None = None
         self._runs: deque[Run] = deque()
         self._is_stopped = False
         self._changed = threading.Condition()
 
-    # -- what the order sees -----------------------------------------------------------------------
+    # -- called by the order ----------------------------------------------------------------------
 
     def memory(self) -> memoryview:
-        """Return the arena's bytes."""
+        """Return the arena's bytes; not to be used after ``Order.write`` has returned."""
         if self._view is None:
             view = memoryview(b"") if self.arena is None else self.arena.view(self.begin.nbytes)
             self._view = view
         return self._view[:]
 
     def descriptor(self) -> int:
-        """Return the arena's file; -1 for a save without bytes."""
+        """Return the arena's file, which stays owned by the arena; -1 for a save without bytes."""
         return -1 if self.arena is None else self.arena.descriptor
 
     def runs(self) -> Iterator[Run]:
@@ -127,24 +127,24 @@ class StagedSave:
             yield run
 
     def stop(self) -> None:
-        """End ``runs`` now."""
+        """End ``runs`` early: nothing more will be written."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
 
     def freed(self, run: Run) -> None:
         """Tell the training process that these bytes may be overwritten."""
-        self._tell(Freed(self.begin.number, run))
+        self._send(Freed(self.begin.number, run))
 
     def progress(self, phase: str, nbytes: int) -> None:
-        """Note what is being done."""
+        """Set what is being done, and how many bytes are done in all."""
         self.nbytes = nbytes
-        self._note(f"{phase} {self.begin.target}", nbytes)
+        self._set_state(f"{phase} {self.begin.target}", nbytes)
 
-    # -- what the loop does ------------------------------------------------------------------------
+    # -- called by the loop -----------------------------------------------------------------------
 
     def take(self, message: StagedRun | AllStaged | Abandon) -> None:
-        """Take what the training process says of this save."""
+        """Handle a message of the training process about this save."""
         match message:
             case StagedRun():
                 with self._changed:
@@ -158,13 +158,13 @@ class StagedSave:
                 self.abandon(message.failure)
 
     def abandon(self, failure: RankFailure) -> None:
-        """The save must not be committed; does nothing if that is said already."""
+        """Note that the save must not be committed; the first failure stays."""
         with self._changed:
             self.failure = self.failure or failure
             self._changed.notify_all()
 
     def release(self) -> None:
-        """Let go of the memory: the training process will be told that it may use it."""
+        """Release the memory; call it before the training process is sent ``Written``."""
         if self._view is not None:
             with contextlib.suppress(BufferError):
                 self._view.release()

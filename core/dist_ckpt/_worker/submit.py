@@ -1,10 +1,10 @@
-"""From a planned save to one that a worker writes: its bytes are copied, its order is given.
+"""Submits a planned save to the worker: sends its order and copies its bytes to staging memory.
 
-Here: filling the staging memory, at once, under the next forward and backward, or slot by slot. Not
-here: planning (``_saving.plan``), the memory and the copying (``_staging_pool``), the worker
-(``_worker``). Local, on every rank; runs in the training thread.
+Here: filling the staging memory, either before this returns, or during the next forward and
+backward, or slot by slot. Not here: planning (``_saving.plan``), the memory and the copying
+(``_staging_pool``), the worker (``worker``). Local, on every rank; runs in the training thread.
 
-What fails here is told to all ranks through the worker: they have planned the save already.
+All ranks have planned the save already, so a failure here is reported to them by the worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PAGE = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingResources:
-    """What a rank stages with."""
+    """What a rank needs to stage and submit a save."""
 
     pool: StagingPool
     copier: Copier
@@ -52,14 +52,14 @@ class StagingResources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedSave:
-    """A save that the worker has.
+    """A save that was submitted to the worker.
 
     Attributes:
-        save: As this process sees it.
-        lease: The staging memory, to be released when the worker has written.
-        task: Copies that go on; None if all is copied.
-        nbytes: Bytes that are copied.
-        failure: What failed while it was staged; all ranks are told.
+        save: Its messages and futures.
+        lease: The staging memory, to be released once the worker has written.
+        task: Copies that still run; None if all bytes are copied.
+        nbytes: Bytes to copy in all.
+        failure: Why staging failed; the worker reports it to all ranks.
     """
 
     save: WorkerSave
@@ -70,16 +70,18 @@ class SubmittedSave:
 
     @property
     def interrupt(self) -> BaseException | None:
-        """Ctrl-C or the like while it was staged, to be raised again."""
+        """Ctrl-C or the like during staging, to be raised again by the caller."""
         return None if isinstance(self.failure, Exception) else self.failure
 
 
 def submit_save(planned: PlannedSave, number: int, resources: StagingResources) -> SubmittedSave:
-    """Give the worker its order and stage the bytes. Never raises for a failure to stage.
+    """Send the worker its order and stage the bytes.
+
+    A failure to stage is not raised: it is in the result, and the worker reports it to all ranks.
 
     Raises:
-        WorkerDiedError: The worker cannot be started, or died just now.
-        BarrierTimeoutError: No memory became free in time.
+        WorkerDiedError: The worker cannot be started, or has just died.
+        BarrierTimeoutError: No staging memory became free in time.
     """
     nbytes = _nbytes(planned)
     what = f"the save number {number}, in {planned.directory}"
@@ -98,7 +100,7 @@ def submit_save(planned: PlannedSave, number: int, resources: StagingResources) 
     task, failure = None, None
     try:
         task = _stage(planned, planned.image, save, resources, lease)
-    except BaseException as error:  # noqa: BLE001 - all ranks are told; an interrupt is raised again
+    except BaseException as error:  # noqa: BLE001 - reported to all ranks; an interrupt is raised again
         failure = error
         save.abandon(error)
     copied = sum(size for _, size in planned.image.names)
@@ -152,13 +154,13 @@ def _stage(
         _all_staged(image.runs(), save)
         return None
     task = resources.copier.start(later)
-    task.add_done_callback(_teller(image.runs(), save))
+    task.add_done_callback(_when_copied(image.runs(), save))
     return task
 
 
 @dataclass(frozen=True, slots=True)
-class _Plans:
-    """Copies of live tensors, for one memory: those to make at once, and those that may wait."""
+class _CopyPlans:
+    """Copies of live tensors into one arena: those to make at once, and those that may wait."""
 
     targets: list[torch.Tensor]
     now: CopyPlan
@@ -168,20 +170,20 @@ class _Plans:
 def _copy_now(
     planned: PlannedSave, image: FileImage, resources: StagingResources, lease: Lease
 ) -> CopyPlan | None:
-    """Make the copies that may not wait; return the others, if there are any."""
-    targets, shards = _laid_out(image, lease), planned.prepared.shards
+    """Make the copies that may not wait; return the others, or None if there are none."""
+    targets, shards = _payload_targets(image, lease), planned.prepared.shards
     live = planned.prepared.request.live
     if live is None:
         resources.copier.run(image.copies(targets, shards))
         return None
-    plans: _Plans | None = live.memo.get(lease.key)
+    plans: _CopyPlans | None = live.memo.get(lease.key)
     if plans is None or plans.targets is not targets:
         if len(live.memo) > _GENERATIONS:
-            live.memo.clear()  # of memory that is gone
+            live.memo.clear()  # plans for arenas that the pool has retired
         copies = image.copies(targets, live.shards)
         steady = live.steady if resources.overlap else frozenset[str]()
         waiting = [copy for copy in copies if copy.name in steady]
-        plans = live.memo[lease.key] = _Plans(
+        plans = live.memo[lease.key] = _CopyPlans(
             targets,
             CopyPlan([copy for copy in copies if copy.name not in steady]),
             CopyPlan(waiting, watches=True) if waiting else None,
@@ -191,11 +193,11 @@ def _copy_now(
     return plans.later
 
 
-def _laid_out(image: FileImage, lease: Lease) -> list[torch.Tensor]:
-    """Return where the payloads go; puts down what is around them if it is not there yet."""
+def _payload_targets(image: FileImage, lease: Lease) -> list[torch.Tensor]:
+    """Return where the payloads go; write the bytes around them unless they are there already."""
     found: Any = lease.layout
     if found is None or found[0] is not image:
-        lease.layout = None  # half a layout is none
+        lease.layout = None  # if writing the frames fails, the next save must not rely on them
         image.put_frames(lease.arena)
         lease.layout = found = (image, image.targets(lease.arena))
     targets: list[torch.Tensor] = found[1]
@@ -208,7 +210,7 @@ def _all_staged(runs: Sequence[Run], save: WorkerSave) -> None:
     save.all_staged()
 
 
-def _teller(runs: Sequence[Run], save: WorkerSave) -> Callable[[BaseException | None], None]:
+def _when_copied(runs: Sequence[Run], save: WorkerSave) -> Callable[[BaseException | None], None]:
     def tell(error: BaseException | None) -> None:
         if error is not None:
             save.abandon(error)
@@ -225,7 +227,7 @@ def _stream(
     resources: StagingResources,
     lease: Lease,
 ) -> None:
-    """Stage through slots that the worker gives back."""
+    """Stage through slots of a memory that is smaller than the image; the worker frees them."""
     slot_nbytes = max(lease.nbytes // _SLOTS // _PAGE * _PAGE, min(lease.nbytes, _PAGE))
     free = deque(range(0, lease.nbytes - slot_nbytes + 1, slot_nbytes))
     out: deque[Run] = deque()
@@ -243,7 +245,7 @@ def _stream(
     save.all_staged()
 
 
-# -- formats that write by themselves --------------------------------------------------------------
+# -- formats that need tensors to write ------------------------------------------------------------
 
 
 def _source_views(planned: PlannedSave) -> list[torch.Tensor]:
@@ -255,9 +257,9 @@ def _source_views(planned: PlannedSave) -> list[torch.Tensor]:
 def _format_save(
     planned: PlannedSave, number: int, resources: StagingResources, lease: Lease, nbytes: int
 ) -> SubmittedSave:
-    """Stage tensors for a format that writes by itself.
+    """Stage tensors for a format that needs them to write.
 
-    A state that does not fit is written now, by this thread; only the commit is the worker's then.
+    A state that does not fit into the memory is written by this thread; the worker only commits.
     """
     lease.layout = None
     failure: BaseException | None = None
@@ -268,7 +270,7 @@ def _format_save(
         else:
             order = _staged_order(planned, resources, lease)
             copied = sum(view.nbytes for view in _source_views(planned))
-    except Exception as error:  # noqa: BLE001 - all ranks are told of it
+    except Exception as error:  # noqa: BLE001 - reported to all ranks
         failure = error
         order = FormatOrder(without_data(planned), None)
     save = _begin(order, planned, number, resources, lease)

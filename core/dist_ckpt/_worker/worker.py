@@ -1,8 +1,8 @@
-"""The training process's end: one worker for as long as training goes on.
+"""The worker of a rank, as the training process uses it.
 
-Here: ``Worker``: starts one, another when that has died, gives it saves. Not here: one started
-worker (``link``), one save (``saves``), what runs in the worker (``loop``). Local: nothing here
-waits for other ranks.
+Here: ``Worker``: starts a worker, starts another if it has died, and gives it saves. Not here: one
+started worker (``link``), one save (``saves``), what runs in the worker (``loop``). Local: nothing
+here waits for other ranks.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["Worker", "WorkerSave"]
 
 _HUB_GRACE_SECS = 30.0
-"""How long a rank may be without connection to the hub until nobody waits for it: enough to start
-another worker. One whose worker died says so itself, at once."""
+"""How long a rank may be disconnected from the hub before it counts as gone: enough to start
+another worker. A rank whose worker died reports that at once."""
 
 
 class Worker:
@@ -40,11 +40,11 @@ class Worker:
 
     Args:
         kind: A process of its own, which shares no interpreter with training; or a thread.
-        rank: Whose saves.
-        heartbeat_secs: How often the worker tells that it lives.
-        niceness: How much the worker's processor time should matter less than training's.
-        hub_grace_secs: How long a rank may be without connection to the hub of rank 0's worker
-            until nobody waits for it any more.
+        rank: This rank.
+        heartbeat_secs: Time between two heartbeats of the worker.
+        niceness: Added to the worker's scheduling priority, so that training comes first.
+        hub_grace_secs: How long a rank may be disconnected from the hub of rank 0's worker before
+            it counts as gone.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Worker:
         niceness: int = 10,
         hub_grace_secs: float = _HUB_GRACE_SECS,
     ) -> None:
-        """Nothing is started yet."""
+        """Start nothing yet."""
         self._kind: Literal["process", "thread"] = kind
         self._config = Configure(rank, heartbeat_secs, niceness, parent_pid=0)
         self._hub_grace_secs = hub_grace_secs
@@ -74,7 +74,7 @@ class Worker:
         return self._link is not None and self._link.is_alive
 
     def start(self) -> None:
-        """Start the worker, another one if the last has died; do not wait for it. Local.
+        """Start the worker, or another one if it has died; do not wait for it. Local.
 
         Raises:
             ConfigError: There is no Python to start.
@@ -83,17 +83,17 @@ class Worker:
         self._started()
 
     def serve_hub(self, hosts: Sequence[str], timeout_secs: float) -> HubAddress:
-        """Have the worker serve the hub where the workers of all ranks meet. Rank 0.
+        """Have the worker serve the hub, the rendezvous of all workers. Rank 0.
 
-        The same hub for as long as the same worker lives: ask before every save.
+        It is the same hub for as long as the worker lives; call this before every save.
 
         Args:
-            hosts: What other ranks may call this host, the likeliest first.
-            timeout_secs: How long the worker may take to be there and to answer.
+            hosts: Names under which other ranks may reach this host, the most likely one first.
+            timeout_secs: How long the worker may take to start and to answer.
 
         Raises:
-            WorkerDiedError: It died, or does not answer.
-            CoordinationError: It cannot serve.
+            WorkerDiedError: The worker died, or does not answer.
+            CoordinationError: The worker cannot open a port.
         """
         link = self._started()
         began = time.monotonic()
@@ -123,16 +123,16 @@ class Worker:
     ) -> WorkerSave:
         """Give the worker a save. Local; may wait for a worker that is just starting.
 
-        A worker that has died, or cannot be started, is no error here: the save's outcome tells,
-        after the other ranks were told.
+        A worker that has died, or cannot be started, raises nothing here: it is reported to the
+        other ranks and ends in the save's outcome.
 
         Args:
             number: Unique for each save of this worker.
             order: What to do.
-            descriptor: The arena's file, which stays the caller's; -1 for a save without bytes.
-            arena_key: The arena's name: its file is sent, and mapped there, once.
+            descriptor: The arena's file, which the caller keeps; -1 for a save without bytes.
+            arena_key: Names the arena: its file is sent to the worker and mapped there once.
             nbytes: How much of the arena belongs to this save.
-            point: Where all ranks agree; None for one rank alone.
+            point: Where the ranks commit; None for a job of one rank.
         """
         has_arena = descriptor >= 0
         size = os.fstat(descriptor).st_size if has_arena else 0
@@ -163,11 +163,11 @@ class Worker:
                 link.arenas.add(arena_key)
             link.send(begin)
         except OSError:
-            return save  # the link notices by itself that the worker is gone, and tells the save
+            return save  # the link notices that the worker is gone, and ends the save
         return save
 
     def forget_arena(self, arena_key: int) -> None:
-        """Say that no further save uses this arena: the worker unmaps it."""
+        """Have the worker unmap an arena that no further save uses."""
         link = self._link
         if link is None or arena_key not in link.arenas:
             return
@@ -175,10 +175,10 @@ class Worker:
         try:
             link.send(ForgetArena(arena_key))
         except OSError:
-            return  # what is dead has forgotten
+            return  # the worker is gone, and its mapping with it
 
     def end_soon(self) -> None:
-        """Ask a worker that has nothing to do to end; do not wait."""
+        """Ask an idle worker to end; do not wait."""
         link, self._link = self._link, None
         if link is not None and link.owner_pid == os.getpid():
             link.end_soon()
@@ -198,15 +198,16 @@ class Worker:
             save.give_up(error)
 
     def close(self, timeout_secs: float) -> None:
-        """Finish what is all staged, give up the rest, and end the worker; kill it after the time.
+        """Finish saves that are staged in full, give up the others, and end the worker.
 
-        All outcomes are settled when this returns. Never raises for a save: outcomes tell.
+        It is killed after ``timeout_secs``. All outcomes are complete when this returns; a failed
+        save raises nothing here.
         """
         deadline = time.monotonic() + timeout_secs
         with self._lock:
             link, self._link = self._link, None
         if link is not None and link.owner_pid != os.getpid():
-            return  # a forked child: the worker is its parent's
+            return  # in a forked child: the worker belongs to its parent
         if link is not None:
             link.close(timeout_secs)
         for save in self._saves:
@@ -238,7 +239,7 @@ def _send_nothing(_: object) -> None:
 
 
 def _umask() -> int:
-    """Return this process's umask; it is read without being set, which would race with threads."""
+    """Return this process's umask, read without setting it, which would race with other threads."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(":")
