@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt._staging_pool.handover import pack
-from dist_ckpt._worker.checkpoint_pipe import CheckpointProcessError, Worker, WorkerTask
+from dist_ckpt._worker.checkpoint_pipe import CheckpointProcessError, ProcessHandle, ProcessTask
 from dist_ckpt.barriers import TCPStoreBarrier
 from dist_ckpt.checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 from dist_ckpt.errors import ConfigError
@@ -112,19 +112,21 @@ class CheckpointProcess:
         self._barrier = barrier
         if barrier is None and rank_info.global_world_size > 1:
             self._barrier = TCPStoreBarrier.of_job(rank_info)
-        self._task = WorkerTask(
+        self._task = ProcessTask(
             init_fn=subprocess_init_fn,
             init_args=tuple(subprocess_init_args),
             writer_init_fn=checkpoint_writer_init_fn,
             writer_init_args={"rank_info": rank_info, **(checkpoint_writer_init_args or {})},
             point=self._barrier.point if self._barrier is not None else None,
         )
-        self._worker: Worker | None = None
+        self._worker: ProcessHandle | None = None
         self._number = 0
         self._closed = False
         # One thread: saves are written in the order in which they were asked for.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-process")
-        self.process_creation_future: Future[Worker] = self._executor.submit(self._live_worker)
+        self.process_creation_future: Future[ProcessHandle] = self._executor.submit(
+            self._live_worker
+        )
 
     @property
     def process(self) -> CheckpointChild | None:
@@ -170,12 +172,12 @@ class CheckpointProcess:
         if self._worker is not None:
             self._worker.stop(self._config.subprocess_shutdown_timeout_secs)
 
-    def _live_worker(self) -> Worker:
+    def _live_worker(self) -> ProcessHandle:
         """Return the process; start it if there is none."""
         if self._worker is None or not self._worker.is_alive():
             self._worker = None
             # Set before it is ready, so that the process is never lost sight of.
-            worker = Worker(self._task, self._rank_info)
+            worker = ProcessHandle(self._task, self._rank_info)
             self._worker = worker
             worker.wait_until_ready(self._config.subprocess_init_timeout_secs)
         return self._worker

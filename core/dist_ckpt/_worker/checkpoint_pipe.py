@@ -1,7 +1,7 @@
 """Both ends of the pipe between a rank and its checkpoint process.
 
-Here: ``Worker`` (the rank's end) and the main function of the process. Not here: the order of saves
-(``checkpoint_process``), what is written (``checkpoint_writer``).
+Here: ``ProcessHandle`` (the rank's end) and the main function of the process. Not here: the order
+of saves (``checkpoint_process``), what is written (``checkpoint_writer``).
 
 The process ends when it is sent None, or when the rank is gone.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpoint_writer import CheckpointWriter
     from dist_ckpt.types import RankInfo
 
-__all__ = ["CheckpointChild", "CheckpointProcessError", "Worker", "WorkerTask"]
+__all__ = ["CheckpointChild", "CheckpointProcessError", "ProcessHandle", "ProcessTask"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class CheckpointProcessError(CoordinationError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerTask:
+class ProcessTask:
     """What the process runs.
 
     Attributes:
@@ -93,7 +93,7 @@ class CheckpointChild(SpawnProcess):
         return [self.pid]
 
 
-class Worker:
+class ProcessHandle:
     """A started checkpoint process, as its rank sees it. For one thread.
 
     Args:
@@ -101,7 +101,7 @@ class Worker:
         rank_info: Its rank.
     """
 
-    def __init__(self, task: WorkerTask, rank_info: RankInfo) -> None:
+    def __init__(self, task: ProcessTask, rank_info: RankInfo) -> None:
         """Start it.
 
         Raises:
@@ -217,7 +217,7 @@ def _raise_eof() -> Any:
 # -- the process -----------------------------------------------------------------------------------
 
 
-def _main(pipe: Connection, task: WorkerTask, rank_info: RankInfo) -> None:
+def _main(pipe: Connection, task: ProcessTask, rank_info: RankInfo) -> None:
     # Ctrl-C reaches all processes of a terminal; only the rank decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
