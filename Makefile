@@ -8,7 +8,11 @@ STAMP := $(VENV)/.stamp
 # One BLAS thread a process: tests and demo start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
 
+<<<<<<< HEAD
 .PHONY: test soak demo lint lint-quick bench matrix pages clean
+=======
+.PHONY: test soak demo drawing lint lint-quick bench matrix clean
+>>>>>>> 52a3e81 (Draw the rooms of the core and the imports between them from the source)
 
 # A file each at a time, in the order of tests/conftest.py. One worker more than two cores: much of
 # the suite waits. mypy, which takes a minute the first time, runs beside it; what it finds is
@@ -35,6 +39,10 @@ lint-quick: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo/run.py
+
+# The rooms of the core and the imports between them: docs/rooms.md.
+drawing: $(STAMP)
+	$(BIN)/python docs/draw_rooms.py
 
 # A small version of all benchmarks, in minutes; docs/performance.md says what makes its numbers.
 bench: $(STAMP)
