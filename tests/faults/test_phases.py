@@ -15,9 +15,9 @@ import torch
 
 from dist_ckpt import CheckpointingException, ShardedTensor, load, save
 from dist_ckpt._formats.torch_dist import write as torch_dist
-from dist_ckpt._saving import execute
 from dist_ckpt._saving.plan import PlannedSave
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailedError
+from dist_ckpt.storage import paths
 from dist_ckpt.storage.local import is_directory
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.types import Communicator
@@ -137,7 +137,7 @@ def test_a_rank_that_dies_between_planning_and_writing(
     def die(comm: Communicator) -> None:
         with contextlib.suppress(CheckpointingException):
             comm.map_scatter(
-                f"planning the save to {path}", lambda: _view(comm), lambda v: [None] * len(v)
+                f"planning the save to {path}", lambda: (0, _view(comm)), lambda v: [None] * len(v)
             )
         gone.set()
 
@@ -242,7 +242,7 @@ def test_ranks_that_do_not_share_a_directory_are_told(
 ) -> None:
     """A rank that does not see rank 0's attempt says so."""
     blind = on_thread_of(1)
-    monkeypatch.setattr(execute, "is_directory", lambda path: not blind() and is_directory(path))
+    monkeypatch.setattr(paths, "is_directory", lambda path: not blind() and is_directory(path))
 
     errors = ThreadWorld(2).errors(lambda comm: save_at(tmp_path / "c", comm, 1.0))
 

@@ -20,9 +20,9 @@ from dist_ckpt._saving.describe import common_backend, with_values_copied
 from dist_ckpt._saving.plan import proven, thread_count
 from dist_ckpt._saving.publish import Publication, all_files, publish, with_dcp_metadata
 from dist_ckpt.core import CheckpointingConfig
-from dist_ckpt.errors import CoordinationError, StorageError
+from dist_ckpt.errors import CoordinationError
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import is_directory
+from dist_ckpt.storage.paths import check_is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,11 +53,7 @@ def write_part(planned: PlannedSave) -> Written:
     writes_common = request.common is not None and planned.rank == 0
     if not planned.work and not request.format.is_collective and not writes_common:
         return Written(files={})
-    if not is_directory(directory):
-        raise StorageError(
-            f"{directory} was made by rank 0 but is not there for rank {planned.rank}.",
-            hint="the checkpoint directory must be on a file system that all ranks share.",
-        )
+    check_is_shared(directory, planned.rank)
     return write_common(planned, request.format.write(planned.job()))
 
 

@@ -7,7 +7,6 @@ in flight.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from dist_ckpt.errors import ConfigError
+from dist_ckpt.storage.paths import real_path
 
 __all__ = ["Writer", "add_writer", "check_not_in_flight"]
 
@@ -58,8 +58,8 @@ def check_not_in_flight(path: Path, what: str, *, but_for: Writer | None = None)
         in_flight = tuple(writer.in_flight)
         if not in_flight or writer.is_own_thread():
             continue
-        wanted = wanted or os.path.realpath(path)
-        if any(os.path.realpath(target) == wanted for target in in_flight):
+        wanted = wanted or real_path(path)
+        if any(real_path(target) == wanted for target in in_flight):
             raise ConfigError(
                 f"{path} cannot be {what}: a BackgroundSaver of this process is still writing it.",
                 hint="call wait(path) of that saver first, on every rank; or use that saver.",

@@ -11,7 +11,6 @@ the next save has the same descriptions on every rank, one exchange of 12 bytes 
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +34,7 @@ from dist_ckpt._sharding.index import StoredTensor
 from dist_ckpt.errors import CoordinationError
 from dist_ckpt.storage.commit import Attempt
 from dist_ckpt.storage.page_cache import PagePolicy, num_writers_by_rank
+from dist_ckpt.storage.paths import absolute
 from dist_ckpt.validation import RankView
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def _with_absolute_include(call: SaveCall) -> SaveCall:
     """Return the call with a path that a worker finds too, whose working directory may differ."""
     if call.options.include_dir is None:
         return call
-    include_dir = Path(os.path.abspath(call.options.include_dir))  # noqa: PTH100 - resolve() would follow a link
+    include_dir = absolute(call.options.include_dir)
     return replace(call, options=replace(call.options, include_dir=include_dir))
 
 
@@ -407,7 +407,7 @@ class _Step:
         """Return the target as rank 0 resolves it, whose working directory may differ."""
         if self.call.shards_only:
             return directory
-        target = Path(os.path.abspath(self.call.target))  # noqa: PTH100 - resolve() would follow a link
+        target = absolute(self.call.target)
         is_aside = self.call.options.staging_dir is not None
         return target if is_aside else directory.parent / target.name
 

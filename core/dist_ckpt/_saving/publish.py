@@ -7,9 +7,6 @@ in the process that writes in the background for it: nothing imported here may i
 
 from __future__ import annotations
 
-import os
-import shutil
-import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,9 +28,10 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.checksums import FileSum, sum_of_file
 from dist_ckpt.storage.commit import attempt_name, discard, locate
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.paths import is_empty, is_taken, kind_of
+from dist_ckpt.storage.trees import move_into, synced_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,6 +42,7 @@ if TYPE_CHECKING:
     from dist_ckpt._worker.hub import HubAddress
     from dist_ckpt.core import CheckpointingConfig
     from dist_ckpt.options import SaveOptions
+    from dist_ckpt.storage.checksums import FileSum
     from dist_ckpt.storage.commit import Attempt
 
 __all__ = [
@@ -57,24 +56,22 @@ __all__ = [
     "with_dcp_metadata",
 ]
 
-_REPLACEABLE = (stat.S_ISDIR, stat.S_ISREG, stat.S_ISLNK)
-
 
 def check_target(target: Path, options: SaveOptions, writer: Writer | None = None) -> None:
     """Raise if a save may not write there; ``writer`` is the one of a background save. Rank 0."""
     check_not_in_flight(target, "saved", but_for=writer)
     with storage_errors("look at", target):
-        mode = target.lstat().st_mode if os.path.lexists(target) else None
-        if mode is not None and not any(kind(mode) for kind in _REPLACEABLE):
+        kind = kind_of(target)
+        if kind == "other":
             raise StorageError(
                 f"{target} is a device, pipe or socket, which is never replaced.",
                 hint="choose another path.",
             )
         if options.replace == "any":
             return
-        if mode is not None and not stat.S_ISDIR(mode):
+        if kind in ("file", "link"):
             raise StorageError(f"{target} is a file or a link, not a checkpoint directory.")
-        occupied = target.is_dir() and any(target.iterdir())
+        occupied = kind == "directory" and not is_empty(target)
         if occupied and not _is_ours(target):
             raise StorageError(
                 f"Checkpoint destination directory ({target}) is not empty, and no checkpoint of "
@@ -115,8 +112,7 @@ def publish(
     if dcp_metadata:
         documents = with_dcp_metadata(documents)
     if include_dir is not None:
-        with storage_errors("include", include_dir):
-            files = {**files, **_include(include_dir, attempt.directory)}
+        files = {**files, **move_into(include_dir, attempt.directory)}
     manifest = Manifest(
         files=files,
         world_size=world_size,
@@ -169,7 +165,7 @@ def was_published(target: Path, directory: Path) -> bool:
     discard(target, directory)  # if the two names were exchanged: the replaced checkpoint
     if is_committed or is_published(target, directory):
         return True
-    if os.path.lexists(directory):
+    if is_taken(directory):
         raise StorageError(
             f"{directory} cannot be removed, so {target} may still be committed.",
             hint="check its permissions and the file system; look at the target again later.",
@@ -182,56 +178,9 @@ def all_files(written: Sequence[Written], plan: SavePlan, directory: Path) -> di
     files = dict(plan.files)
     for one in written:
         if one.files is None:
-            return _synced_files(directory)
+            return synced_files(directory)
         files |= one.files
     return files
-
-
-def _synced_files(directory: Path) -> dict[str, FileSum]:
-    """Return all files below ``directory`` with their sums, after making them durable."""
-    with storage_errors("sync", directory):
-        _sync_tree(directory)
-        return _sums_below(directory, directory)
-
-
-def _sums_below(path: Path, root: Path) -> dict[str, FileSum]:
-    """Return the sums of a file, or of all regular files of a folder, by name below ``root``."""
-    found = sorted(path.rglob("*")) if path.is_dir() and not path.is_symlink() else [path]
-    return {
-        one.relative_to(root).as_posix(): sum_of_file(one)
-        for one in found
-        if stat.S_ISREG(one.lstat().st_mode)
-    }
-
-
-def _include(source: Path, destination: Path) -> dict[str, FileSum]:
-    """Move what is in ``source`` into the checkpoint, durably; return its files."""
-    taken = [entry.name for entry in source.iterdir() if os.path.lexists(destination / entry.name)]
-    if taken:
-        raise StorageError(
-            f"cannot include {source}: the checkpoint has {', '.join(sorted(taken))} itself.",
-            hint="give what is included another name.",
-        )
-    files: dict[str, FileSum] = {}
-    for entry in sorted(source.iterdir()):
-        moved = destination / entry.name
-        shutil.move(entry, moved)
-        _sync_tree(moved)
-        files |= _sums_below(moved, destination)
-    return files
-
-
-def _sync_tree(path: Path) -> None:
-    """Make a file, or a folder with all that is in it, durable."""
-    if path.is_symlink():
-        return
-    if path.is_dir():
-        for entry in path.iterdir():
-            _sync_tree(entry)
-        fsync_directory(path)
-        return
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dist_ckpt._worker.write import write_files
-from dist_ckpt.errors import CoordinationError, StorageError
+from dist_ckpt.errors import CoordinationError
 from dist_ckpt.storage.page_cache import PagePolicy
+from dist_ckpt.storage.paths import check_is_shared
 
 if TYPE_CHECKING:
     from dist_ckpt._saving.publish import Publication
@@ -138,11 +139,8 @@ class FileOrder:
             CoordinationError: The runs do not make up the files.
             AbandonedError: The save was given up while it was staged.
         """
-        if self.files and not self.directory.is_dir():
-            raise StorageError(
-                f"{self.directory} was made by rank 0 but is not there for rank {self.rank}.",
-                hint="the checkpoint directory must be on a file system that all ranks share.",
-            )
+        if self.files:
+            check_is_shared(self.directory, self.rank)
         return write_files(
             self.directory,
             self.files,

@@ -10,7 +10,6 @@ other ranks through the job's store, on a communicator of their own.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -22,6 +21,7 @@ from dist_ckpt._saving.in_flight import add_writer
 from dist_ckpt._worker.result import SaveInFlight, duplicate_communicator, outcome
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError
 from dist_ckpt.events import Committed, Failed
+from dist_ckpt.storage.paths import real_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,7 +173,7 @@ class SaveQueue:
                 one
                 for one in self._unraised
                 if (upto is None or one.number <= upto)
-                and (path is None or os.path.realpath(one.path) == os.path.realpath(path))
+                and (path is None or real_path(one.path) == real_path(path))
             ]
             for one in told:
                 self._unraised.remove(one)
@@ -218,11 +218,11 @@ class SaveQueue:
 
         A failed save counts until it is raised: it may still be in flight on another rank.
         """
-        wanted = os.path.realpath(path)
+        wanted = real_path(path)
         with self._changed:
             known = [(one.number, one.path) for one in self._saves]
             known += [(one.number, one.path) for one in self._unraised]
-        return max((n for n, one in known if os.path.realpath(one) == wanted), default=0)
+        return max((n for n, one in known if real_path(one) == wanted), default=0)
 
     def is_past(self, number: int) -> bool:
         """Whether a save and all before it have ended; for ``wait_for``."""

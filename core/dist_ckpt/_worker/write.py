@@ -15,6 +15,7 @@ from dist_ckpt.errors import CoordinationError, StorageError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.trees import make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,8 +59,7 @@ def write_files(
     folders = sorted({file.path.parent for file in opened} - {directory})
     try:
         for folder in folders:
-            with storage_errors("create", folder):
-                folder.mkdir(exist_ok=True)
+            make_folder(folder)
         for file in opened:
             file.writer = store.writer(file.name, nbytes=file.nbytes)
         _write_all(opened, shared, max(1, min(thread_count, len(opened))))
