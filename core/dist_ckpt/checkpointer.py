@@ -8,7 +8,6 @@ torch's ``_experimental`` checkpointer (torch 2.13, and its state of July 2025).
 from __future__ import annotations
 
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from dist_ckpt.checkpoint_writer import in_order
 from dist_ckpt.errors import ConfigError, MismatchError
 from dist_ckpt.options import checked_path, path_to_tell
+from dist_ckpt.storage.paths import real_path
 from dist_ckpt.utils import follow, wrap_future
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class AsyncCheckpointer(Checkpointer):
 
 def _location(path: PathLike) -> str:
     """Return what is equal for two paths of one place, also if a link leads there."""
-    return os.path.realpath(path_to_tell(path))
+    return real_path(path_to_tell(path))
 
 
 def _checked(loaded: tuple[STATE_DICT, list[str]], path: PathLike, *, strict: bool) -> STATE_DICT:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import fsync_directory, is_directory, storage_errors
+from dist_ckpt.storage.local import is_directory
+from dist_ckpt.storage.replace import replace_file
 from dist_ckpt.storage.sealed import parse_document
 
 if TYPE_CHECKING:
@@ -108,13 +108,4 @@ def save_config(config: CheckpointingConfig, checkpoint_dir: PathLike) -> None:
         StorageError: It could not be written; an older file is as it was.
     """
     directory = Path(checkpoint_dir)
-    store = open_store(directory)
-    temporary = f".{CONFIG_FNAME}.{uuid.uuid4().hex}"
-    try:
-        store.create(temporary, config.to_json())
-        with storage_errors("write", directory / CONFIG_FNAME):
-            (directory / temporary).replace(directory / CONFIG_FNAME)
-            fsync_directory(directory)
-    except BaseException:
-        store.delete(temporary)
-        raise
+    replace_file(open_store(directory), directory, CONFIG_FNAME, config.to_json())

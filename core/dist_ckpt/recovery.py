@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +46,8 @@ from dist_ckpt.storage import open_store, owners
 from dist_ckpt.storage.checksums import sum_of
 from dist_ckpt.storage.commit import locate
 from dist_ckpt.storage.leftovers import move_aside, sweep_leftovers
-from dist_ckpt.storage.local import create_by_rename
+from dist_ckpt.storage.paths import absolute, stamp_of
+from dist_ckpt.storage.replace import replace_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -227,14 +227,14 @@ def _newest_first(folder: Path) -> list[Path]:
     return sorted((folder / name for name in checkpoint_names(folder)), key=_age, reverse=True)
 
 
-def _age(path: Path) -> tuple[bool, bool, int, float, str]:
+def _age(path: Path) -> tuple[bool, bool, int, int, str]:
     """Return what sorts by age; what a crash left without its name is the last resort."""
     found = _NUMBER.search(path.name)
     where = locate(path)
     try:
-        committed = (where / MANIFEST_FILE).stat().st_mtime
+        committed = stamp_of(where / MANIFEST_FILE).mtime_ns
     except OSError:
-        committed = 0.0
+        committed = 0
     has_name = not path.name.startswith(".")
     return has_name, found is None, int(found[1]) if found else 0, committed, path.name
 
@@ -278,7 +278,7 @@ def restore_dcp_metadata(path: PathLike) -> Path:
             hint="call this with the release of dist-ckpt that saved it.",
         )
     # By a rename: after a crash no part of it may have the name that the manifest lists.
-    create_by_rename(store, contents.directory, METADATA_FILE, data)
+    replace_file(store, contents.directory, METADATA_FILE, data)
     return target
 
 
@@ -295,7 +295,7 @@ def set_aside(path: PathLike, reason: str) -> Path:
         CheckpointNotFoundError: Nothing is there.
         StorageError: It cannot be renamed, or is no directory.
     """
-    return move_aside(Path(os.path.abspath(path)), reason)  # noqa: PTH100 - resolve() would follow a link
+    return move_aside(absolute(path), reason)
 
 
 def sweep(

@@ -61,6 +61,7 @@ from dist_ckpt.errors import CheckpointNotFoundError, CorruptedCheckpointError, 
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path, path_to_tell
 from dist_ckpt.storage.commit import forget_aside, remove_tree
+from dist_ckpt.storage.paths import is_link
 from dist_ckpt.validation import StrictPolicy
 
 if TYPE_CHECKING:
@@ -605,7 +606,7 @@ def remove_checkpoint(path: PathLike) -> None:
     Raises:
         ConfigError: A ``BackgroundSaver`` of this process is still writing it.
     """
-    if not Path(path).is_symlink():  # of a link nothing but the name goes
+    if not is_link(Path(path)):  # of a link nothing but the name goes
         check_not_in_flight(Path(path), "removed")
     # First what stands aside: without its target, it would be taken for the checkpoint.
     forget_aside(Path(path))

@@ -186,7 +186,7 @@ def test_dcps_metadata_is_written_again(tmp_path: Path, monkeypatch: pytest.Monk
     copied = globbed(original, tmp_path / "b")
     synced: list[tuple[Path, bool]] = []
     monkeypatch.setattr(
-        "dist_ckpt.storage.local.fsync_directory",
+        "dist_ckpt.storage.replace.fsync_directory",
         lambda path: synced.append((path, (path / ".metadata").is_file())),
     )
     assert restore_dcp_metadata(copied) == copied / ".metadata"

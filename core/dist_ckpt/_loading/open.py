@@ -6,7 +6,6 @@ checkpoint looks like (``_formats``), reading it (``_loading.execute``).
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.commit import locate
+from dist_ckpt.storage.paths import absolute
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ __all__ = ["check_indexed", "open_checkpoint", "open_together", "verify_together
 
 def open_checkpoint(checkpoint_dir: Path) -> CheckpointContents:
     """Recognise and index a checkpoint. Not collective."""
-    checkpoint_dir = Path(os.path.abspath(checkpoint_dir))  # noqa: PTH100 - resolve() follows links
+    checkpoint_dir = absolute(checkpoint_dir)
     found = locate(checkpoint_dir)
     try:
         return open_contents(found)

@@ -40,6 +40,7 @@ from dist_ckpt.storage.commit import (
 )
 from dist_ckpt.storage.leftovers import has_target, move_aside
 from dist_ckpt.storage.local import is_directory, storage_errors
+from dist_ckpt.storage.paths import absolute, entries_of, is_link_to_sibling, is_taken, stamp_of
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -238,7 +239,7 @@ class Search:
     def advance(self, findings: Sequence[Findings]) -> list[Step]:
         """Judge the candidate that was looked through, and go on to the next that opens."""
         if self.todo is None:
-            self.todo = [Path(os.path.abspath(one)) for one in self.list_candidates()]  # noqa: PTH100 - a link is a name of its own
+            self.todo = [absolute(one) for one in self.list_candidates()]
         opened, path = self.opened, self.current
         if opened is not None and path is not None:
             self.opened = None
@@ -268,7 +269,7 @@ class Search:
         except CheckpointNotFoundError as error:
             # Replaced or removed while one looked: what stands there now is another one.
             logger.debug("%s is no candidate: %s", path, error)
-            if self.todo is not None and path not in self.tried and os.path.lexists(locate(path)):
+            if self.todo is not None and path not in self.tried and is_taken(locate(path)):
                 self.tried.add(path)
                 self.todo.insert(0, path)
         except CorruptedCheckpointError as error:
@@ -337,10 +338,10 @@ class Search:
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return which directory bears a name; None if none does, or if it is a link."""
     try:
-        found = os.lstat(locate(path))
+        found = stamp_of(locate(path), follow_links=False)
     except (OSError, StorageError):
         return None
-    return found.st_dev, found.st_ino
+    return found.device, found.inode
 
 
 # -- the names in a folder -------------------------------------------------------------------------
@@ -357,7 +358,7 @@ def checkpoint_names(folder: Path) -> set[str]:
     if not is_directory(folder):
         return set()
     with storage_errors("list", folder):
-        entries = sorted(folder.iterdir())
+        entries = [folder / entry.name for entry in entries_of(folder)]
         names = {entry.name for entry in entries if _may_be_checkpoint(entry)}
         return names | {name for entry in entries if (name := _name_of_aside(entry))}
 
@@ -372,7 +373,7 @@ def _may_be_checkpoint(entry: Path) -> bool:
         logger.debug("%s may be a checkpoint: %s", entry, error)
         return True  # to be reported, not overlooked
     # A link to another name in this folder would only be looked at twice.
-    return not entry.is_symlink() or entry.resolve().parent != entry.parent.resolve()
+    return not is_link_to_sibling(entry)
 
 
 def _name_of_aside(entry: Path) -> str | None:
@@ -381,7 +382,7 @@ def _name_of_aside(entry: Path) -> str | None:
     If it does not tell, its own name: what cannot be read is to be reported, not overlooked.
     """
     is_aside = entry.suffix == ASIDE_SUFFIX and entry.name.startswith(".dist-ckpt-")
-    if not is_aside or not entry.is_dir() or has_target(entry):
+    if not is_aside or not is_directory(entry) or has_target(entry):
         return None
     try:
         name = read_manifest(entry).name

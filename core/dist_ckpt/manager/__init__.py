@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import shutil
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +34,12 @@ from dist_ckpt.manager._steps import (
     step_path,
 )
 from dist_ckpt.options import LoadOptions, SaveOptions, checked_path
-from dist_ckpt.recovery import forget_owner, newest_good, record_owner, sweep
+from dist_ckpt.recovery import newest_good, sweep
 from dist_ckpt.serialization import StrictHandling, load
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import make_directory, storage_errors
+from dist_ckpt.storage.local import make_directory
+from dist_ckpt.storage.paths import absolute
+from dist_ckpt.storage.trees import make_temporary, remove_temporary
 from dist_ckpt.strategies.selection import chosen_save
 from dist_ckpt.training_state import (
     CheckpointView,
@@ -106,7 +106,7 @@ class CheckpointManager:
         sinks: Iterable[EventSink] = (),
     ) -> None:
         """Look at nothing yet."""
-        self.folder = Path(os.path.abspath(checked_path(folder)))  # noqa: PTH100 - resolve() would follow a link
+        self.folder = absolute(checked_path(folder))
         self._retention, self._verify_newest = retention, verify_newest
         self._save_options = save_options or SaveOptions()
         self._memory = SaveMemory()
@@ -222,9 +222,7 @@ class CheckpointManager:
         clear_the_way(self.path(steps[0]))
         directory = parent / f".dist-ckpt-{uuid.uuid4().hex[:12]}.hooks"
         try:
-            record_owner(directory)
-            with storage_errors("make", directory):
-                directory.mkdir()
+            make_temporary(directory)
             open_store(directory).create(INFO_FILE, document)
         except BaseException:
             _discard([directory])
@@ -442,5 +440,4 @@ class CheckpointManager:
 def _discard(directories: Sequence[Path]) -> None:
     """Remove directories whose content went into a checkpoint. From any thread."""
     for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
-        forget_owner(directory)
+        remove_temporary(directory)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
 import time
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from dist_ckpt.storage import open_store
 from dist_ckpt.storage.commit import locate
 from dist_ckpt.storage.leftovers import move_aside
 from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.paths import is_file, is_taken, stamp_of
 from dist_ckpt.storage.sealed import sealed, unsealed
 from dist_ckpt.training_state import remove_checkpoint
 
@@ -91,7 +91,7 @@ def clear_the_way(path: Path) -> None:
 
     A save replaces a checkpoint, and refuses what it does not know for one.
     """
-    while os.path.lexists(locate(path)):
+    while is_taken(locate(path)):
         try:
             open_checkpoint(path)
         except (CorruptedCheckpointError, IncompleteCheckpointError) as error:
@@ -161,12 +161,12 @@ def _committed(directory: Path) -> tuple[int, int] | None:
     None if nothing is committed there.
     """
     try:
-        found = (directory / CONFIG_FNAME).stat()
-        if (directory / MANIFEST_FILE).is_file():
-            found = (directory / MANIFEST_FILE).stat()
+        found = stamp_of(directory / CONFIG_FNAME)
+        if is_file(directory / MANIFEST_FILE):
+            found = stamp_of(directory / MANIFEST_FILE)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return found.inode, found.mtime_ns
 
 
 def prune_steps(

@@ -1,7 +1,9 @@
-"""The one door to bytes: named files below one root.
+"""The one door to a checkpoint's files: no other room touches them.
 
-Here: the ``Store`` port and its implementations. Not here: what the bytes mean (``_formats``) and
-when a checkpoint counts (``storage.commit``). Called from transfer threads, on every rank.
+Files below a root: ``Store``, with one implementation (``local``). What stands at a path:
+``paths``. Directories: ``trees``. From an attempt to a checkpoint: ``commit``, and ``replace`` for
+a single file. Not here: what the bytes mean (``_formats``). Called from transfer threads too, on
+every rank. See docs/decisions/0042-storage-door.md.
 """
 
 from __future__ import annotations

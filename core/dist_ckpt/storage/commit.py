@@ -31,6 +31,7 @@ from dist_ckpt.storage.local import (
     storage_errors,
 )
 from dist_ckpt.storage.owners import forget_owner, record_of, record_owner
+from dist_ckpt.storage.paths import absolute
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -84,9 +85,9 @@ class Attempt:
         never mistaken for this one and never has to be cleared first. Its owner is recorded beside
         it. What fails here, an interrupt too, leaves neither behind.
         """
-        target = Path(os.path.abspath(target))  # noqa: PTH100 - resolve() would follow a link
         # The worker that publishes may have another working directory by now.
-        parent = target.parent if staging_dir is None else Path(os.path.abspath(staging_dir))  # noqa: PTH100 - same
+        target = absolute(target)
+        parent = target.parent if staging_dir is None else absolute(staging_dir)
         checkpoint_id = uuid.uuid4().hex
         directory = parent / attempt_name(target, checkpoint_id)
         with storage_errors("create", target.parent):

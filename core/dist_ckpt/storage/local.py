@@ -15,7 +15,6 @@ import errno
 import os
 import stat
 import threading
-import uuid
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -33,12 +32,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from dist_ckpt.storage.base import Extent, Store
+    from dist_ckpt.storage.base import Extent
 
 __all__ = [
     "LARGE_NBYTES",
     "LocalStore",
-    "create_by_rename",
     "drop_pages_of",
     "fsync_directory",
     "hint_of_errno",
@@ -269,22 +267,6 @@ class LocalWriter:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def create_by_rename(store: Store, directory: Path, name: str, data: bytes) -> None:
-    """Create or replace the small file ``name`` durably; a crash leaves no part of it there.
-
-    Args:
-        store: The files below ``directory``.
-        directory: Where the file is.
-        name: Its name.
-        data: All of its bytes.
-    """
-    aside = f"{name}.{uuid.uuid4().hex[:12]}"
-    store.create(aside, data)
-    with storage_errors("write", directory / name):
-        (directory / aside).replace(directory / name)
-        fsync_directory(directory)
 
 
 def drop_pages_of(paths: Iterable[Path]) -> None:

@@ -53,7 +53,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a directory holds under one name; ``nbytes`` is -1 if it was not asked for."""
+    """What a directory holds under one name; ``nbytes`` is -1 unless asked for, of files."""
 
     name: str
     is_folder: bool
@@ -151,9 +151,9 @@ def entries_of(directory: Path, *, with_sizes: bool = False) -> Iterator[Entry]:
     """
     with os.scandir(directory) as entries:
         for entry in entries:
-            # A size takes a call for each file, which a directory of many files need not pay.
-            nbytes = entry.stat(follow_symlinks=False).st_size if with_sizes else -1
-            is_folder = entry.is_dir(follow_symlinks=False)
+            is_folder, nbytes = entry.is_dir(follow_symlinks=False), -1
+            if with_sizes and not is_folder:  # a call for each file: not all callers need it
+                nbytes = entry.stat(follow_symlinks=False).st_size
             yield Entry(entry.name, is_folder, entry.is_symlink(), nbytes)
 
 

@@ -17,8 +17,18 @@ from pathlib import Path
 from dist_ckpt.errors import StorageError
 from dist_ckpt.storage.checksums import FileSum, sum_of_file
 from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.owners import forget_owner, record_owner
 
-__all__ = ["make_folder", "make_folders", "make_parents", "move_into", "synced_files"]
+__all__ = [
+    "link_files",
+    "make_folder",
+    "make_folders",
+    "make_parents",
+    "make_temporary",
+    "move_into",
+    "remove_temporary",
+    "synced_files",
+]
 
 
 def make_folder(path: Path) -> None:
@@ -53,6 +63,41 @@ def make_parents(directory: Path, name: str) -> None:
     """
     with storage_errors("create", directory / name):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
+
+
+def make_temporary(directory: Path) -> None:
+    """Make a directory with a temporary name, whose owner is recorded beside it.
+
+    Raises:
+        StorageError: It cannot be made; the record may be there then.
+    """
+    record_owner(directory)
+    with storage_errors("make", directory):
+        directory.mkdir()
+
+
+def remove_temporary(directory: Path) -> None:
+    """Remove a directory of ``make_temporary`` and the record of its owner, as far as possible."""
+    shutil.rmtree(directory, ignore_errors=True)
+    forget_owner(directory)
+
+
+def link_files(source: Path, destination: Path, names: Iterable[str]) -> None:
+    """Give files below ``source`` the same names below ``destination`` too, durably.
+
+    The names directly in ``destination`` are left to whoever publishes it.
+
+    Raises:
+        StorageError: One cannot be linked.
+    """
+    with storage_errors("link", destination):
+        for name in names:
+            target = destination / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(source / name, target)
+        for path in sorted(destination.rglob("*")):
+            if path.is_dir():
+                fsync_directory(path)
 
 
 def synced_files(directory: Path) -> dict[str, FileSum]:
