@@ -530,7 +530,7 @@ def test_a_commit_that_fails_leaves_the_old_checkpoint(
             if step != "fsync" or len(calls) > 1:
                 raise OSError(5, f"broken {step}")
 
-        module = "dist_ckpt._formats.torch_dist.writer_async"
+        module = "dist_ckpt.storage.replace"
         if step == "create":
             patch.setattr(LocalStore, "create", fail)
         elif step == "fsync":

@@ -11,7 +11,6 @@ last dotted part of that name was taken for a suffix and cut off: ``<key>/shard_
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from dist_ckpt._formats.torch_dist.mcore import checked_shape
 from dist_ckpt._sharding.index import StoredBytes
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.paths import entries_of
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -72,12 +72,12 @@ def files_below(directory: Path) -> Iterator[FoundFile]:
     while folders:
         folder = folders.pop()
         with storage_errors("list", directory / folder):
-            entries = sorted(os.scandir(directory / folder), key=lambda entry: entry.name)
+            found = entries_of(directory / folder, with_sizes=True)
+            entries = sorted(found, key=lambda entry: entry.name)
             count += len(entries)
             for entry in entries:
-                if not entry.is_dir(follow_symlinks=False):
-                    size = entry.stat(follow_symlinks=False).st_size
-                    yield FoundFile(folder, entry.name, size, entry.is_symlink())
+                if not entry.is_folder:
+                    yield FoundFile(folder, entry.name, entry.nbytes, entry.is_link)
                 elif not entry.name.endswith(_LOCKS):
                     folders.append(f"{folder}/{entry.name}".lstrip("/"))
         if count > _MAX_ENTRIES:

@@ -36,6 +36,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import is_directory
+from dist_ckpt.storage.paths import exists, sizes_below
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def open_contents(directory: Path) -> CheckpointContents:
         CorruptedCheckpointError: A document or a file is missing, cut short or unreadable.
     """
     if not is_directory(directory):
-        what = "is a file" if directory.exists() else "does not exist"
+        what = "is a file" if exists(directory) else "does not exist"
         raise CheckpointNotFoundError(f"Checkpoint directory {directory} {what}.")
     store = open_store(directory)
     config = maybe_load_config(directory)
@@ -89,8 +90,7 @@ def open_sharded(directory: Path) -> CheckpointContents:
     indices = [name for name in _INDICES if store.nbytes(name) is not None]
     if store.nbytes(CONFIG_FNAME) is not None or not indices:
         return open_contents(directory)
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+    sizes = sizes_below(directory)
     is_torch_dist = PACKED_INDEX_FILE in sizes or METADATA_FILE in sizes
     backend = _TORCH_DIST if is_torch_dist else ("zarr", 2)
     index = _read_index(directory, store, backend, sizes)

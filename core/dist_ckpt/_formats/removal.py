@@ -7,7 +7,6 @@ whole checkpoints (``storage.commit.remove_tree``). Runs in one process.
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,14 +30,13 @@ from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
 from dist_ckpt.errors import CheckpointNotFoundError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.commit import Attempt
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.trees import link_files
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from dist_ckpt._formats.documents import CheckpointContents
-    from dist_ckpt.storage.checksums import FileSum
 
 __all__ = ["remove_tensors"]
 
@@ -98,18 +96,12 @@ def _fill(attempt: Attempt, contents: CheckpointContents, doomed: set[str]) -> N
     unneeded = {c.file for k in doomed for c in contents.index.tensors[k].chunks}
     unneeded -= {chunk.file for tensor in kept.values() for chunk in tensor.chunks}
     manifest = read_manifest(old)
-    files: dict[str, FileSum] = {}
-    with storage_errors("link", attempt.directory):
-        for name, found in contents.files.items():
-            if name in documents or _is_below(name, unneeded):
-                continue
-            target = attempt.directory / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.link(old / name, target)
-            files[name] = found
-        for path in sorted(attempt.directory.rglob("*")):
-            if path.is_dir():
-                fsync_directory(path)
+    files = {
+        name: found
+        for name, found in contents.files.items()
+        if name not in documents and not _is_below(name, unneeded)
+    }
+    link_files(old, attempt.directory, files)
     manifest = replace(manifest, files=files, checkpoint_id=attempt.checkpoint_id)
     write_documents(open_store(attempt.directory), documents, manifest, config)
 

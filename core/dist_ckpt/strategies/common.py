@@ -26,6 +26,8 @@ from dist_ckpt.errors import (
 from dist_ckpt.mapping import ShardedObject, is_main_replica
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
+from dist_ckpt.storage.paths import is_file, names_below
+from dist_ckpt.storage.trees import make_parents
 from dist_ckpt.strategies.base import (
     LoadCommonStrategy,
     SaveCommonStrategy,
@@ -194,7 +196,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):
         """Save this rank's main replicas, a file each. Called on every rank."""
         for one in _main_objects(sharded_objects_state_dict):
             name = checked_name(f"{one.unique_key}.pt")
-            (Path(checkpoint_dir) / name).parent.mkdir(parents=True, exist_ok=True)
+            make_parents(Path(checkpoint_dir), name)
             open_store(Path(checkpoint_dir)).create(name, torch_saved(one.data))
 
 
@@ -215,10 +217,10 @@ class TorchCommonLoadStrategy(_CommonLoadStrategy):
             UnsafeContentError: It holds more than tensors and plain values.
         """
         directory = Path(checkpoint_dir)
-        if not (directory / COMMON_PT).is_file() and (directory / METADATA_FILE).is_file():
+        if not is_file(directory / COMMON_PT) and is_file(directory / METADATA_FILE):
             # Newer releases store it as one more object of the sharded part.
             return foreign_common(open_foreign(directory), allow_pickle=self._allow_pickle)
-        if not (directory / COMMON_PT).is_file():
+        if not is_file(directory / COMMON_PT):
             raise CheckpointNotFoundError(f"Common file {directory / COMMON_PT} does not exist.")
         data = open_store(directory).read(COMMON_PT, max_nbytes=_MAX_NBYTES)
         common: StateDict = unpickled(
@@ -257,7 +259,7 @@ class TorchCommonLoadStrategy(_CommonLoadStrategy):
 def _save_document(value: Any, name: str, key: str, directory: Path) -> None:
     document, tensors = encode_alone(value, key)
     name = checked_name(name)
-    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+    make_parents(directory, name)
     store = open_store(directory)
     if tensors:
         store.create(_tensors_name(name), torch_saved(list(tensors)))
@@ -284,8 +286,8 @@ def _objects_loaded(
 
 def _stored_objects(directory: Path) -> dict[str, ShardedObject]:
     found = {}
-    for path in sorted(directory.rglob("shard_*.json")):
-        name = path.relative_to(directory).as_posix().removesuffix(".json")
+    for file in names_below(directory, "shard_*.json"):
+        name = file.removesuffix(".json")
         with contextlib.suppress(InvalidShardingError):  # a file of the sharded strategy
             found[name] = ShardedObject.empty_from_unique_key(name)
     return found

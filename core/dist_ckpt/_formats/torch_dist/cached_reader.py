@@ -14,7 +14,7 @@ import io
 import pickle
 from collections import OrderedDict
 from pathlib import Path, PosixPath, WindowsPath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem as dcp_filesystem
@@ -27,6 +27,7 @@ from dist_ckpt._formats.torch_dist.pickle_bounds import check_pickle
 from dist_ckpt.errors import CorruptedCheckpointError, UnsafeContentError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.paths import Stamp, stamp_of
 
 if TYPE_CHECKING:
     import os
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["CachedMetadataFileSystemReader", "metadata_name", "read_metadata_file"]
 
 _MAX_NBYTES = 1 << 31
-
-_Identity: TypeAlias = tuple[str, int, int, int]
-"""Path, modification time in ns, size in bytes, inode."""
 
 
 def metadata_name(rank: int | None = None) -> str:
@@ -64,7 +62,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """Remember the path; nothing is read yet."""
         super().__init__(path)
         self.cache_metadata = cache_metadata
-        self._cached: tuple[_Identity, dcp.Metadata] | None = None
+        self._cached: tuple[tuple[str, Stamp], dcp.Metadata] | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:  # noqa: ARG002 - DCP's signature
         """Return the metadata. What is returned is the caller's: the cache keeps its own.
@@ -76,8 +74,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         """
         path = Path(self.path) / metadata_name(kwargs.get("rank"))
         with storage_errors("read", path):
-            status = path.stat()
-        identity = (str(path), status.st_mtime_ns, status.st_size, status.st_ino)
+            identity = str(path), stamp_of(path)
         if self._cached is None or self._cached[0] != identity:
             metadata = read_metadata_file(path)
             self._cached = (identity, metadata) if self.cache_metadata else None

@@ -18,8 +18,6 @@ import dataclasses
 import logging
 import pickle
 import queue
-import shutil
-import uuid
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +45,10 @@ from dist_ckpt._formats.torch_dist.buckets import (
 from dist_ckpt._formats.torch_dist.cached_reader import metadata_name, read_metadata_file
 from dist_ckpt.errors import CheckpointingException, ConfigError, StorageError
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.local import make_directory
 from dist_ckpt.storage.page_cache import PagePolicy
+from dist_ckpt.storage.paths import exists
+from dist_ckpt.storage.replace import delete_quietly, publish_file
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -129,17 +129,13 @@ class FileSystemWriterAsync(FileSystemWriter):
             StorageError: A checkpoint is there that may not be replaced, or no directory can be.
         """
         directory = self._directory
-        with storage_errors("create", directory):
-            missing = [one for one in (directory, *directory.parents) if not one.exists()]
-            directory.mkdir(parents=True, exist_ok=True)
-            for one in missing:
-                fsync_directory(one.parent)
-        if (directory / _OWN_MANIFEST).exists():
+        make_directory(directory)
+        if exists(directory / _OWN_MANIFEST):
             raise StorageError(
                 f"{directory} holds a checkpoint of dist_ckpt, whose documents would be wrong.",
                 hint="save to another directory, or use dist_ckpt.save.",
             )
-        if (directory / self._metadata_name()).exists():
+        if exists(directory / self._metadata_name()):
             if not self.overwrite:
                 raise StorageError(f"{directory} holds a checkpoint already, and overwrite=False.")
             logger.info("%s: the checkpoint there will be replaced", directory)
@@ -241,33 +237,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         document.storage_meta = self.storage_meta()
         name = self._metadata_name()
         old = self._files_named_by(name)
-        self._publish(name, pickle.dumps(document))
-        self._remove(old - {info.relative_path for info in written.values()})
-
-    def _publish(self, name: str, data: bytes) -> None:
-        """Put the file in its place; should that fail at any point, the old one is there again."""
-        path = self._directory / name
-        unique = uuid.uuid4().hex[:12]
-        new, old = path.with_name(f"{name}.{unique}.tmp"), path.with_name(f"{name}.{unique}.old")
-        is_replaced = False
-        try:
-            open_store(self._directory).create(new.name, data)
-            with storage_errors("publish", path):
-                if path.exists():
-                    shutil.copyfile(path, old)
-                # What is committed must be found after a crash: the names before the commit.
-                fsync_directory(self._directory)
-                is_replaced = True
-                new.replace(path)
-                fsync_directory(self._directory)
-        except BaseException:
-            if old.exists():
-                old.replace(path)
-            elif is_replaced:
-                path.unlink(missing_ok=True)
-            raise
-        finally:
-            self._remove({new.name, old.name})
+        store = open_store(self._directory)
+        publish_file(store, self._directory, name, pickle.dumps(document))
+        delete_quietly(store, old - {info.relative_path for info in written.values()})
 
     @property
     def _directory(self) -> Path:
@@ -311,7 +283,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         So does what another save has written here and not committed yet.
         """
         name = f"{stem}{DEFAULT_SUFFIX}"
-        if (self._directory / name).exists():
+        if exists(self._directory / name):
             name = f"{stem}_{self.save_id[:8]}{DEFAULT_SUFFIX}"
         return name
 
@@ -322,7 +294,7 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _files_named_by(self, name: str) -> set[str]:
         """Return the files of the checkpoint that will be replaced; none if it is unreadable."""
         path = self._directory / name
-        if not path.exists():
+        if not exists(path):
             return set()
         try:
             storage = read_metadata_file(path).storage_data or {}
@@ -332,14 +304,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             return set()
         # The old metadata may name anything; what is removed is data files.
         return {one for one in names if one.endswith(DEFAULT_SUFFIX)}
-
-    def _remove(self, names: set[str]) -> None:
-        store = open_store(self._directory)
-        for name in sorted(names):
-            try:
-                store.delete(name)
-            except CheckpointingException as error:
-                logger.warning("left behind: %s", error)
 
 
 def _places(metadata: Metadata) -> Iterator[MetadataIndex]:

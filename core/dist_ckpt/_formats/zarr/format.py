@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt._formats.base import SavePlan, WriteJob, Written
 from dist_ckpt._formats.zarr.index import zarr_index_to_json
-from dist_ckpt._formats.zarr.names import paths_of_keys
+from dist_ckpt._formats.zarr.names import is_pieces_name, paths_of_keys
 from dist_ckpt._formats.zarr.plan import plan_arrays
 from dist_ckpt._formats.zarr.write import pass_on_pieces, write_arrays
-from dist_ckpt.errors import StorageError
-from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage import open_store
+from dist_ckpt.storage.paths import check_is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -70,11 +70,7 @@ class ZarrFormat:
         """Write this rank's arrays and cells. Every rank."""
         if not (job.work.whole or job.work.shared or job.work.documents):
             return Written(files={})
-        if not job.directory.is_dir():
-            raise StorageError(
-                f"{job.directory} was made by rank 0 but is not there for rank {job.rank}.",
-                hint="the checkpoint directory must be on a file system that all ranks share.",
-            )
+        check_is_shared(job.directory, job.rank)
         return write_arrays(job, self._zarr_format)
 
     def documents(
@@ -84,9 +80,9 @@ class ZarrFormat:
         directory: Path,
     ) -> dict[str, bytes]:
         """Return our index, and remove what was passed on. Rank 0."""
-        for path in directory.glob(".pieces_*.bin"):
-            with storage_errors("remove", path):
-                path.unlink()
+        store = open_store(directory)
+        for name in filter(is_pieces_name, store.list()):
+            store.delete(name)
         paths = {result.info.key: result.chunk.file for result in results}
         if empty.keys() - paths.keys():
             paths = paths_of_keys(paths.keys() | empty.keys())

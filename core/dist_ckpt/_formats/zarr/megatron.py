@@ -25,6 +25,7 @@ from dist_ckpt.mapping import is_main_replica
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.trees import make_parents
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -71,8 +72,7 @@ class MegatronZarrFormat(ZarrFormat):
         for name, value in _companions(job.parts, job.rank).items():
             if name in job.work.barred:
                 continue
-            with storage_errors("create", job.directory / name):
-                (job.directory / name).parent.mkdir(parents=True, exist_ok=True)
+            make_parents(job.directory, name)
             files[name] = store.create(name, torch_saved(value))
             folders.update((job.directory / name).parents)
         for folder in folders - set(job.directory.parents):

@@ -14,11 +14,12 @@ from urllib.parse import quote
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["chunk_name", "is_plain_path", "paths_of_keys", "pieces_name"]
+__all__ = ["chunk_name", "is_pieces_name", "is_plain_path", "paths_of_keys", "pieces_name"]
 
 _MAX_COMPONENT_NBYTES = 200
 _MAX_PATH_NBYTES = 1024
 _SAFE_COMPONENT = re.compile(r"[A-Za-z0-9_\-+=@,:~ \[\]()][A-Za-z0-9_.\-+=@,:~ \[\]()]*")
+_PIECES = re.compile(r"\.pieces_\d+\.bin", re.ASCII)
 _TAKEN_SUFFIXES = (".json", ".pt", ".sync", ".distcp")
 """What documents, sharded objects and locks beside the arrays end in, with us or with Megatron."""
 
@@ -59,6 +60,11 @@ def chunk_name(cell: tuple[int, ...], zarr_format: int) -> str:
 def pieces_name(rank: int) -> str:
     """Return the file in which a rank puts down what other ranks write; no key has its name."""
     return f".pieces_{rank}.bin"
+
+
+def is_pieces_name(name: str) -> bool:
+    """Whether a name is one of ``pieces_name``."""
+    return _PIECES.fullmatch(name) is not None
 
 
 def _parents(key: str) -> Iterable[str]:

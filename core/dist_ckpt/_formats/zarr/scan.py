@@ -7,7 +7,6 @@ Here: finding zarr v2 arrays by their metadata. Not here: the rest of such a che
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from dist_ckpt.box import Box
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.paths import entries_of
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ def _array_paths(directory: Path) -> Iterator[str]:
         folder, count = folders.pop(), count + 1
         if count > _MAX_FOLDERS:
             raise CorruptedCheckpointError(f"{directory}: more than {_MAX_FOLDERS} folders.")
-        with storage_errors("list", folder), os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name == _METADATA and folder != directory and not entry.is_symlink():
+        with storage_errors("list", folder):
+            for entry in entries_of(folder):
+                if entry.name == _METADATA and folder != directory and not entry.is_link:
                     found.append(folder.relative_to(directory).as_posix())
-                if entry.is_dir(follow_symlinks=False) and not entry.name.endswith(_LOCKS):
+                if entry.is_folder and not entry.name.endswith(_LOCKS):
                     folders.append(folder / entry.name)
     yield from sorted(found)
 

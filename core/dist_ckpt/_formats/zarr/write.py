@@ -11,8 +11,7 @@ the disk, so that many wait together. What is large is written a file a thread.
 from __future__ import annotations
 
 import math
-import os
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,6 +28,7 @@ from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import Extent, open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
 from dist_ckpt.storage.transfer import run_jobs
+from dist_ckpt.storage.trees import make_folders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -130,10 +130,7 @@ def _make_folders(directory: Path, arrays: Iterable[Array]) -> list[Path]:
     """
     paths = dict.fromkeys(array.path for array in arrays)
     above = dict.fromkeys(path[:at] for path in paths for at in _slashes(path))
-    with storage_errors("make a directory in", directory):
-        for path in sorted((*above, *paths)):  # the outer ones first
-            with suppress(FileExistsError):
-                os.mkdir(f"{directory}/{path}")  # noqa: PTH102 - thousands, and a path costs more
+    make_folders(directory, sorted((*above, *paths)))  # the outer ones first
     return [directory / path for path in sorted((*above, *paths), reverse=True)] + [directory]
 
 
