@@ -137,7 +137,7 @@ def test_a_rank_that_dies_between_planning_and_writing(
     def die(comm: Communicator) -> None:
         with contextlib.suppress(CheckpointingException):
             comm.map_scatter(
-                f"planning the save to {path}", lambda: (0, _view(comm)), lambda v: [None] * len(v)
+                f"planning the save to {path}", lambda: _view(comm), lambda v: [None] * len(v)
             )
         gone.set()
 
