@@ -8,11 +8,7 @@ STAMP := $(VENV)/.stamp
 # One BLAS thread a process: tests and demo start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
 
-<<<<<<< HEAD
-.PHONY: test soak demo lint lint-quick bench matrix pages clean
-=======
-.PHONY: test soak demo drawing lint lint-quick bench matrix clean
->>>>>>> 52a3e81 (Draw the rooms of the core and the imports between them from the source)
+.PHONY: test soak demo drawing lint lint-quick bench matrix pages clean
 
 # A file each at a time, in the order of tests/conftest.py. One worker more than two cores: much of
 # the suite waits. mypy, which takes a minute the first time, runs beside it; what it finds is
