@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt._formats.opening import open_contents
-from dist_ckpt._sharding.index import CheckpointIndex
 from dist_ckpt.storage.checksums import sum_of_file
 from dist_ckpt.storage.sealed import sealed
 from tests._forge import Index, forged, parsed
@@ -54,17 +52,4 @@ def edit_index(directory: Path, change: Callable[[Index], object]) -> None:
     index = parsed(path.read_bytes())
     change(index)
     path.write_bytes(forged(index))
-    reseal(directory)
-
-
-def with_json_index(directory: Path) -> None:
-    """Put ``index.json`` in the place of ``index.bin``, as development versions wrote it."""
-    tensors = open_contents(directory).index.tensors
-    (directory / "index.json").write_bytes(CheckpointIndex(dict(tensors)).to_json())
-    (directory / "index.bin").unlink()
-
-    def update(document: dict[str, Any]) -> None:
-        document["files"]["index.json"] = document["files"].pop("index.bin")
-
-    edit_manifest(directory, update)
     reseal(directory)

@@ -42,7 +42,7 @@ KIND = {name: kind for name, (kind, _) in {**GENERATE.STATIC, **GENERATE.LIVE}.i
 LARGE = {"common_of_300000_keys", "common_twice_in_300000"}
 """Long and honest, but for one key: what they hold takes memory."""
 SAYS = {"common_enum_os", "common_layout", "common_of_300000_keys", "metadata_long_path",
-        "gigantic", "gigantic_zarr", "packed_gigantic"}  # fmt: skip
+        "gigantic_zarr", "packed_gigantic"}  # fmt: skip
 """Say something else than the honest checkpoint, in what can be told without harm: their values,
 the shape of a tensor that cannot be read, a path at which nothing is put."""
 HARMLESS = {"common_enum_os", "common_of_300000_keys", "metadata_attributes", "metadata_long_path"}

@@ -36,7 +36,7 @@ from dist_ckpt._sharding.packing import pack_index
 from dist_ckpt.box import Box, split_box
 from dist_ckpt.errors import UnknownStrategyError
 from tests._forge import Index, Row, Tensor, forged, parsed
-from tests._reseal import edit_index, reseal, with_json_index
+from tests._reseal import edit_index, reseal
 
 ITEMSIZES = {"float32": 4, "uint8": 1, "bfloat16": 2, "complex128": 16}
 
@@ -494,22 +494,6 @@ def test_an_index_that_is_larger_than_what_is_kept(
     loaded = load(asked(values), tmp_path / "c")
     assert all(torch.equal(loaded[key], value) for key, value in values.items())
     assert torch.equal(load_plain_tensors(tmp_path / "rows")["rows"], rows)
-
-
-def test_an_index_in_json_is_read(tmp_path: Path) -> None:
-    """As development versions wrote it; what belongs to whom does not change."""
-    values = saved(tmp_path / "c")
-    before = dict(open_contents(tmp_path / "c").index.tensors)
-    with_json_index(tmp_path / "c")
-
-    contents = open_contents(tmp_path / "c")
-
-    assert contents.index.tensors == before
-    assert contents.index.keys_of("tensor") == list(values)
-    loaded = load(asked(values), tmp_path / "c")
-    assert all(torch.equal(loaded[key], value) for key, value in values.items())
-    saved(tmp_path / "c")
-    assert not (tmp_path / "c" / "index.json").exists()
 
 
 def test_no_index_is_corruption(tmp_path: Path) -> None:

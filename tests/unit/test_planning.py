@@ -1,20 +1,16 @@
-"""Shard descriptions, the checkpoint index and the reads that resharding means."""
+"""Shard descriptions and the reads that resharding means."""
 
 from __future__ import annotations
-
-import json
-from typing import Any
 
 import pytest
 import torch
 
-from dist_ckpt import CorruptedCheckpointError, InvalidShardingError, ShardedTensor
+from dist_ckpt import InvalidShardingError, ShardedTensor
 from dist_ckpt._sharding.index import CheckpointIndex, StoredChunk, StoredTensor
 from dist_ckpt._sharding.reads import byte_runs, plan_reads
 from dist_ckpt._sharding.shard_info import dtype_from_name, dtype_name
 from dist_ckpt._sharding.table import local_shards
 from dist_ckpt.box import Box
-from dist_ckpt.storage.sealed import sealed
 
 CHUNK = StoredChunk(Box((2, 0), (4, 6)), "__0_0.distcp", 100, 96)
 INDEX = CheckpointIndex({"x": StoredTensor("float32", (8, 6), (CHUNK,))})
@@ -58,69 +54,6 @@ def test_all_bad_shards_are_told_at_once() -> None:
 
     with pytest.raises(InvalidShardingError, match=r"'a': .*meta.*'b': .*meta"):
         local_shards(bad)
-
-
-def test_the_index_survives_json() -> None:
-    """Any key, no chunks, 0-dim, and files named once."""
-    tensors = {
-        "\ud800 ü/.": StoredTensor("int8", (), (StoredChunk(Box((), ()), "f", 3, 1),), "part"),
-        "none": StoredTensor("bool", (0, 3), ()),
-        **INDEX.tensors,
-    }
-
-    data = CheckpointIndex(tensors).to_json()
-
-    assert (
-        CheckpointIndex.from_json(data, where="i", sizes={"f": 4, "__0_0.distcp": 200}).tensors
-        == tensors
-    )
-
-
-def damaged(change: Any) -> bytes:
-    document = json.loads(INDEX.to_json())
-    document.pop("xxh3_64")
-    change(document, document["tensors"]["x"])
-    return sealed(document)
-
-
-DAMAGES = {
-    "version": lambda d, _: d.update(version=99),
-    "no tensors": lambda d, _: d.pop("tensors"),
-    "tensors are a list": lambda d, _: d.update(tensors=[1]),
-    "dtype": lambda _, x: x.update(dtype="nn"),
-    "role": lambda _, x: x.update(role="hero"),
-    "negative shape": lambda _, x: x.update(shape=[-8, 6]),
-    "float shape": lambda _, x: x.update(shape=[8.0, 6]),
-    "bool shape": lambda _, x: x.update(shape=[True, 6]),
-    "another shape": lambda _, x: x.update(shape=[5, 6]),
-    "fewer axes": lambda _, x: x.update(shape=[48]),
-    "position": lambda _, x: x["chunks"][0].__setitem__(3, 105),
-    "negative position": lambda _, x: x["chunks"][0].__setitem__(3, -1),
-    "size": lambda _, x: x["chunks"][0].__setitem__(4, 95),
-    "file": lambda d, _: d.update(files=["../../etc/passwd"]),
-    "no such file": lambda _, x: x["chunks"][0].__setitem__(2, 1),
-    "negative file": lambda _, x: x["chunks"][0].__setitem__(2, -1),
-    "too many chunks": lambda _, x: x.update(chunks=x["chunks"] * 3),
-    "huge shape": lambda _, x: x.update(shape=[1 << 63, 0], chunks=[]),
-    "object of floats": lambda _, x: x.update(role="object"),
-    "short chunk": lambda _, x: x["chunks"][0].pop(),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_a_wrong_index_is_corruption(name: str) -> None:
-    """Every size, name and offset is checked before anything is read."""
-    with pytest.raises(CorruptedCheckpointError, match="where/index"):
-        CheckpointIndex.from_json(
-            damaged(DAMAGES[name]), where="where/index", sizes={"__0_0.distcp": 200}
-        )
-
-
-@pytest.mark.parametrize("data", [b"", b"[]", b"null", b"\xff", b"[" * 100000])
-def test_no_index_at_all_is_corruption(data: bytes) -> None:
-    """Whatever json makes of it."""
-    with pytest.raises(CorruptedCheckpointError):
-        CheckpointIndex.from_json(data, where="i", sizes={})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from dist_ckpt._formats.documents import (
     read_manifest,
 )
 from dist_ckpt._formats.manifest import ManifestFiles
-from dist_ckpt._formats.torch_dist.contents import open_foreign, read_index
+from dist_ckpt._formats.torch_dist.contents import open_foreign
 from dist_ckpt._formats.verification import VerifiedStore, check_data, check_files
 from dist_ckpt._sharding.coverage import overlaps
 from dist_ckpt._sharding.index import CheckpointIndex
@@ -91,8 +91,7 @@ def open_sharded(directory: Path) -> CheckpointContents:
     if store.nbytes(CONFIG_FNAME) is not None or not indices:
         return open_contents(directory)
     sizes = sizes_below(directory)
-    is_torch_dist = PACKED_INDEX_FILE in sizes or METADATA_FILE in sizes
-    backend = _TORCH_DIST if is_torch_dist else ("zarr", 2)
+    backend = _TORCH_DIST if PACKED_INDEX_FILE in sizes else ("zarr", 2)
     index = _read_index(directory, store, backend, sizes)
     return CheckpointContents(directory=directory, backend=backend, index=index)
 
@@ -163,7 +162,7 @@ def _read_own(
     backend = (config.sharded_backend, config.sharded_backend_version)
     # DCP's document repeats our index, and our readers do not need it. A strategy of another
     # package may need a file of this name.
-    is_spare = backend == _TORCH_DIST and not manifest.files.keys().isdisjoint(_INDICES)
+    is_spare = backend == _TORCH_DIST and PACKED_INDEX_FILE in manifest.files
     optional = frozenset({METADATA_FILE} if is_spare else ())
     absent = check_files(directory, manifest, optional=optional)
     if absent:
@@ -174,8 +173,8 @@ def _read_own(
     check_data(str(directory / CONFIG_FNAME), config.to_json(), manifest.files[CONFIG_FNAME])
     # A third party's format may have files of these names, in which it says something else.
     has_index = backend in {_TORCH_DIST, *_ZARR}
-    if has_index and manifest.files.keys().isdisjoint(_INDICES):
-        expected = INDEX_FILE if backend in _ZARR else PACKED_INDEX_FILE
+    expected = INDEX_FILE if backend in _ZARR else PACKED_INDEX_FILE
+    if has_index and expected not in manifest.files:
         raise CorruptedCheckpointError(f"{directory}: {MANIFEST_FILE} names no {expected}.")
     common = None
     if has_index and COMMON_FILE in manifest.files:
@@ -219,18 +218,14 @@ def _read_index(
     *,
     checkpoint_id: str = "",
 ) -> CheckpointIndex:
-    if backend == _TORCH_DIST and PACKED_INDEX_FILE in sizes:
+    if backend == _TORCH_DIST:
         from dist_ckpt._formats.torch_dist.index_file import read_packed_index  # noqa: PLC0415 - heavy
 
         return read_packed_index(directory, store, sizes=sizes, checkpoint_id=checkpoint_id)
-    data = store.read(INDEX_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
-    where = str(directory / INDEX_FILE)
-    if backend in _ZARR:
-        from dist_ckpt._formats.zarr.index import zarr_index_from_json  # noqa: PLC0415 - heavy
+    from dist_ckpt._formats.zarr.index import zarr_index_from_json  # noqa: PLC0415 - heavy
 
-        index = zarr_index_from_json(data, where=where, sizes=sizes)
-    else:
-        index = read_index(data, where=where, sizes=sizes)
+    data = store.read(INDEX_FILE, max_nbytes=MAX_DOCUMENT_NBYTES)
+    index = zarr_index_from_json(data, where=str(directory / INDEX_FILE), sizes=sizes)
     _check_disjoint(index, directory / INDEX_FILE)
     return index
 

@@ -15,7 +15,6 @@ from dist_ckpt._formats.documents import (
     MANIFEST_FILE,
     MAX_DOCUMENT_NBYTES,
     METADATA_FILE,
-    PACKED_INDEX_FILE,
     check_unchanged,
     files_of_checkpoint,
     read_manifest,
@@ -25,7 +24,6 @@ from dist_ckpt._formats.opening import open_contents
 from dist_ckpt._formats.torch_dist.contents import index_documents
 from dist_ckpt._formats.verification import VerifiedStore
 from dist_ckpt._sharding.chunks import table_of
-from dist_ckpt._sharding.index import CheckpointIndex
 from dist_ckpt.core import CONFIG_FNAME, maybe_load_config
 from dist_ckpt.errors import CheckpointNotFoundError
 from dist_ckpt.storage import open_store
@@ -117,15 +115,7 @@ def _documents(
         return {INDEX_FILE: zarr_index_without(index, doomed)}
     kept = {k: t for k, t in contents.index.tensors.items() if k not in doomed}
     has_metadata = METADATA_FILE in contents.files or METADATA_FILE in contents.absent
-    if PACKED_INDEX_FILE in contents.files:
-        return index_documents(table_of(kept), dcp_metadata=has_metadata)
-    from dist_ckpt._formats.torch_dist.trim import metadata_without  # noqa: PLC0415 - heavy
-
-    documents = {INDEX_FILE: CheckpointIndex(kept).to_json()}
-    if METADATA_FILE in contents.files:
-        store.verify_whole(METADATA_FILE)
-        documents[METADATA_FILE] = metadata_without(contents.directory / METADATA_FILE, doomed)
-    return documents
+    return index_documents(table_of(kept), dcp_metadata=has_metadata)
 
 
 def _is_below(name: str, unneeded: set[str]) -> bool:

@@ -30,8 +30,6 @@ from torch.distributed import checkpoint as dcp
 
 from dist_ckpt import SaveOptions, ShardedObject, ShardedTensor, save
 from dist_ckpt._formats.manifest import _entry
-from dist_ckpt._formats.opening import open_contents
-from dist_ckpt._sharding.index import CheckpointIndex
 from dist_ckpt.storage.checksums import ALGORITHM, BLOCK_NBYTES, digest, sum_of_file
 from tests._forge import Index, Row, Tensor, forged, parsed
 
@@ -39,7 +37,7 @@ CANARY = "hostile_canary"
 """What code from a checkpoint would leave in the working directory."""
 
 HERE = Path(__file__).parent
-KINDS = ("torch_dist", "json_index", "zarr1", "zarr2", "foreign_zarr", "dcp", "mcore")
+KINDS = ("torch_dist", "zarr1", "zarr2", "foreign_zarr", "dcp", "mcore")
 
 Change = Callable[[Path], None]
 STATIC: dict[str, tuple[str, Change]] = {}
@@ -83,13 +81,9 @@ def base(kind: str, path: Path) -> None:
         for name in ("manifest.json", "index.json", "common.json"):
             (path / name).unlink()
         return
-    backend = "torch_dist" if kind in ("torch_dist", "json_index") else "zarr"
+    backend = "torch_dist" if kind == "torch_dist" else "zarr"
     strategy = ("zarr", 1) if kind == "zarr1" else None
     save(state(), path, strategy, options=SaveOptions(backend=backend))
-    if kind == "json_index":
-        tensors = dict(open_contents(path).index.tensors)
-        (path / "index.json").write_bytes(CheckpointIndex(tensors).to_json())
-        (path / "index.bin").unlink()
     seal(path)
 
 
@@ -364,7 +358,6 @@ PATHS = {
 }
 for _name, _path in PATHS.items():
     STATIC[f"metadata_path_{_name}"] = ("dcp", info_of(relative_path=_path))
-    STATIC[f"index_path_{_name}"] = ("json_index", index(lambda d, p=_path: d.update(files=[p])))
     STATIC[f"array_path_{_name}"] = (
         "zarr2", index(lambda d, p=_path: d["tensors"]["w"].update(path=p)),
     )  # fmt: skip
@@ -402,21 +395,12 @@ def metadata_shape(metadata: Any, value: Any) -> None:
     entry.chunks[0].sizes = (value, 2)
 
 
-def place(at: int, value: object) -> Callable[[dict[str, Any]], None]:
-    """Return what sets file, position or size of the chunk of ``w``."""
-
-    def change(document: dict[str, Any]) -> None:
-        document["tensors"]["w"]["chunks"][0][2 + at] = value
-
-    return change
-
-
 def shape(value: object) -> Callable[[dict[str, Any]], None]:
     def change(document: dict[str, Any]) -> None:
         entry = document["tensors"]["w"]
         entry["shape"] = [value, 2]
-        for chunk in entry.get("chunks", entry.get("boxes")):
-            chunk[1] = [value, 2]
+        for box in entry["boxes"]:
+            box[1] = [value, 2]
 
     return change
 
@@ -426,10 +410,6 @@ for _name, _value in NUMBERS.items():
     STATIC[f"metadata_shape_{_name}"] = (
         "dcp", metadata_of(lambda m, v=_value: metadata_shape(m, v)),
     )  # fmt: skip
-    STATIC[f"index_file_{_name}"] = ("json_index", index(place(0, _value)))
-    STATIC[f"index_position_{_name}"] = ("json_index", index(place(1, _value)))
-    STATIC[f"index_nbytes_{_name}"] = ("json_index", index(place(2, _value)))
-    STATIC[f"index_shape_{_name}"] = ("json_index", index(shape(_value)))
     STATIC[f"zarr_index_shape_{_name}"] = ("zarr2", index(shape(_value)))
     STATIC[f"manifest_nbytes_{_name}"] = (
         "torch_dist",
@@ -437,7 +417,7 @@ for _name, _value in NUMBERS.items():
     )
     if _value is not True and _value != 1.0:  # the same number as the version, of another type
         STATIC[f"index_version_{_name}"] = (
-            "json_index", index(lambda d, v=_value: d.update(version=v)),
+            "zarr2", index(lambda d, v=_value: d.update(version=v)),
         )  # fmt: skip
     STATIC[f"common_tensors_{_name}"] = ("torch_dist", common({"step": 7}, _value))
     STATIC[f"zarr2_shape_{_name}"] = (
@@ -508,35 +488,7 @@ def twice(path: Path, name: str, item: str) -> None:
 
 
 def overlap(document: dict[str, Any]) -> None:
-    entry = document["tensors"]["w"]
-    entry["shape"] = [8, 2]
-    # Over the head of a record: no two of them share bytes of the file.
-    entry["chunks"].append([[2, 0], [1, 2], entry["chunks"][0][2], 0, 8])
-
-
-def one_place(document: dict[str, Any]) -> None:
-    """Let 500 tensors be the same bytes."""
-    for i in range(500):
-        document["tensors"][f"w{i}"] = document["tensors"]["w"]
-
-
-def half_of_another(document: dict[str, Any]) -> None:
-    document["tensors"]["v"]["chunks"][0][3] = document["tensors"]["w"]["chunks"][0][3] + 4
-
-
-def diagonal(document: dict[str, Any]) -> None:
-    """Let 10,000 boxes lie beside each other along one axis, and after each other along another."""
-    chunk = document["tensors"]["w"]["chunks"][0]
-    many = [[[i, i], [8, 1], chunk[2], 0, 32] for i in range(10_000)]
-    document["tensors"]["w"].update(shape=[1 << 20, 1 << 20], chunks=many)
-
-
-def chunks_of(count: int) -> Callable[[dict[str, Any]], None]:
-    def change(document: dict[str, Any]) -> None:
-        entry = document["tensors"]["w"]
-        entry["chunks"] = entry["chunks"] * count
-
-    return change
+    document["tensors"]["w"]["boxes"] = [[[0, 0], [2, 2]], [[1, 0], [2, 2]]]
 
 
 def packed_overlap(index: Index) -> None:
@@ -643,38 +595,32 @@ def sealed_holes(path: Path) -> None:
 
 def swap_object(path: Path) -> None:
     """Put a pickle into the document of a sharded object."""
-    found = next(
-        chunk
-        for key, entry in document_of(path / "index.json")["tensors"].items()
-        for chunk in entry["chunks"]
-        if entry["role"] == "object"
-    )
-    name = document_of(path / "index.json")["files"][found[2]]
-    text = '{"version": 1, "tensors": 0, "document": {"$pickle": 1}}'.ljust(found[4])
+    found = parsed((path / "index.bin").read_bytes())
+    one = next(tensor for tensor in found.tensors if tensor.role == 1)
+    (row,) = one.rows
+    (nbytes,) = row.shape
+    name = found.files[row.file].decode()
+    text = '{"version": 1, "tensors": 0, "document": {"$pickle": 1}}'.ljust(nbytes)
     data = bytearray((path / name).read_bytes())
-    data[found[3] : found[3] + found[4]] = text[: found[4]].encode()
+    data[row.position : row.position + nbytes] = text[:nbytes].encode()
     (path / name).write_bytes(data)
     seal(path)
 
 
 STATIC |= {
-    "overlapping_chunks": ("json_index", index(overlap)),
-    "one_place_for_many": ("json_index", index(one_place)),
-    "half_of_another": ("json_index", index(half_of_another)),
-    "same_chunk_often": ("json_index", index(chunks_of(3))),
-    "box_outside": ("json_index", index(lambda d: d["tensors"]["w"]["chunks"][0].__setitem__(0, [3, 0]))),
-    "other_dtype": ("json_index", index(lambda d: d["tensors"]["w"].update(dtype="load"))),
-    "other_role": ("json_index", index(lambda d: d["tensors"]["w"].update(role="code"))),
-    "gigantic": ("json_index", index(lambda d: d["tensors"]["w"].update(shape=[1 << 62, 2]))),
+    "overlapping_chunks": ("zarr2", index(overlap)),
+    "box_outside": ("zarr2", index(lambda d: d["tensors"]["w"]["boxes"][0].__setitem__(0, [3, 0]))),
+    "other_dtype": ("zarr2", index(lambda d: d["tensors"]["w"].update(dtype="load"))),
+    "other_role": ("zarr2", index(lambda d: d["tensors"]["w"].update(role="code"))),
     "gigantic_zarr": ("zarr2", index(lambda d: d["tensors"]["w"].update(shape=[1 << 62, 2]))),
-    "many_axes": ("json_index", index(lambda d: d["tensors"]["w"].update(shape=[1] * 10_000))),
-    "tensors_a_list": ("json_index", index(lambda d: d.update(tensors=[]))),
-    "index_twice": ("json_index", index_text(lambda t: t.replace('"w": {', '"w": {}, "w": {', 1))),
-    "index_nan": ("json_index", index_text(lambda t: t.replace('"version": 1', '"version": NaN', 1))),
-    "index_infinity": ("json_index", index_text(lambda t: t.replace('"version": 1', '"version": 1e400', 1))),
-    "index_digits": ("json_index", index_text(lambda t: t.replace('"version": 1', '"version": ' + "9" * 50_000, 1))),
-    "index_deep": ("json_index", index_text(lambda t: t.replace('"version": 1', '"version": ' + "[" * 100_000, 1))),
-    "index_no_utf8": ("json_index", raw("index.json", b'{"xxh3_64":"\xff')),
+    "many_axes": ("zarr2", index(lambda d: d["tensors"]["w"].update(shape=[1] * 10_000))),
+    "tensors_a_list": ("zarr2", index(lambda d: d.update(tensors=[]))),
+    "index_twice": ("zarr2", index_text(lambda t: t.replace('"w": {', '"w": {}, "w": {', 1))),
+    "index_nan": ("zarr2", index_text(lambda t: t.replace('"version": 1', '"version": NaN', 1))),
+    "index_infinity": ("zarr2", index_text(lambda t: t.replace('"version": 1', '"version": 1e400', 1))),
+    "index_digits": ("zarr2", index_text(lambda t: t.replace('"version": 1', '"version": ' + "9" * 50_000, 1))),
+    "index_deep": ("zarr2", index_text(lambda t: t.replace('"version": 1', '"version": ' + "[" * 100_000, 1))),
+    "index_no_utf8": ("zarr2", raw("index.json", b'{"xxh3_64":"\xff')),
     "manifest_twice": ("torch_dist", manifest_text(lambda t: t.replace('"index.bin": {', '"index.bin": {}, "index.bin": {', 1))),
     "manifest_nan": ("torch_dist", manifest_text(lambda t: t.replace('"world_size": 1', '"world_size": NaN', 1))),
     "manifest_bool": ("torch_dist", manifest(lambda d: d.update(world_size=True))),
@@ -715,7 +661,7 @@ STATIC |= {
     "common_gigantic_array": ("torch_dist", common({"step": {"$ndarray": ["<f8", [1 << 40], {"$bytes": ""}]}})),
     "common_gigantic_sparse": ("torch_dist", common({"step": {"$sparse": [1, 2, [1 << 40], True]}})),
     "common_layout": ("torch_dist", common({"dist_ckpt": 3, "models": [], "extra_state": 1, "optimizers": [], "tied": 5, "common": 1})),
-    "object_pickle": ("json_index", swap_object),
+    "object_pickle": ("torch_dist", swap_object),
 }  # fmt: skip
 
 
@@ -836,7 +782,6 @@ def many_files(document: dict[str, Any]) -> None:
 
 
 LIVE |= {
-    "index_of_10000_boxes": ("json_index", index(diagonal)),
     "manifest_of_5000_files": ("torch_dist", manifest(many_files)),
     "common_of_300000_keys": (
         "torch_dist", common({"step": 7, **{f"k{i}": i for i in range(300_000)}}),
@@ -850,7 +795,7 @@ LIVE |= {
     "common_pt_of_holes": ("mcore", lambda path: os.truncate(path / "common.pt", 1 << 33)),
     "metadata_of_holes": ("dcp", lambda path: os.truncate(path / ".metadata", 1 << 33)),
     "index_of_holes": ("torch_dist", lambda path: os.truncate(path / "index.bin", 1 << 33)),
-    "json_index_of_holes": ("json_index", lambda path: os.truncate(path / "index.json", 1 << 33)),
+    "zarr_index_of_holes": ("zarr2", lambda path: os.truncate(path / "index.json", 1 << 33)),
     "packed_sealed_holes": ("torch_dist", sealed_holes),
     "packed_10000_boxes": ("torch_dist", packed(packed_diagonal)),
     "packed_1000000_files": (

@@ -14,7 +14,6 @@ from dist_ckpt._formats.documents import (
     PACKED_INDEX_FILE,
     CheckpointContents,
 )
-from dist_ckpt._sharding.index import CheckpointIndex
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
 
@@ -23,9 +22,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt._sharding.chunks import ChunkTable
 
-__all__ = ["index_documents", "open_foreign", "read_index"]
-
-read_index = CheckpointIndex.from_json
+__all__ = ["index_documents", "open_foreign"]
 
 
 def index_documents(table: ChunkTable, *, dcp_metadata: bool = True) -> dict[str, bytes]:
