@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dist_ckpt._formats.torch_dist import sizes
 from dist_ckpt._formats.torch_dist.layout import PlannedFile
 from dist_ckpt._formats.torch_dist.write import extents_of
 from dist_ckpt._sharding.shard_info import dtype_from_name
@@ -31,10 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FileImage"]
 
-_PAGE = 4096
 _BYTES = torch.uint8
-_RUN_NBYTES = 64 << 20
-"""Largest run: one is written while the next waits, and progress is told between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +52,12 @@ class FileImage:
     @classmethod
     def of(cls, files: Sequence[PlannedFile]) -> FileImage:
         """Lay files out."""
+        # A payload is as aligned in memory as in its file, as far as its elements need.
+        assert not sizes.PAGE_NBYTES % sizes.ALIGNMENT  # noqa: S101 - two constants
         starts, position = [], 0
         for file in files:
             starts.append(position)
-            position += -(-file.nbytes // _PAGE) * _PAGE
+            position += -(-file.nbytes // sizes.PAGE_NBYTES) * sizes.PAGE_NBYTES
         return cls(tuple(files), tuple(starts), position)
 
     @property
@@ -100,7 +100,7 @@ class FileImage:
         found = [
             (position, number, Run(number, position, start + position, nbytes))
             for number, (file, start) in enumerate(zip(self.files, self.starts, strict=True))
-            for position, nbytes in _blocks(file.nbytes, _RUN_NBYTES)
+            for position, nbytes in _blocks(file.nbytes, sizes.RUN_NBYTES)
         ]
         return [run for _, _, run in sorted(found, key=lambda one: one[:2])]
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dist_ckpt._formats.torch_dist import sizes
 from dist_ckpt._saving.execute import publication_of, without_data, write_part
 from dist_ckpt._saving.image import FileImage
 from dist_ckpt._staging_pool.arena import Arena
@@ -36,7 +37,6 @@ __all__ = ["StagingResources", "SubmittedSave", "submit_save"]
 
 _SLOTS = 8
 _GENERATIONS = 2
-_PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def submit_save(planned: PlannedSave, number: int, resources: StagingResources) 
     nbytes = _nbytes(planned)
     what = f"the save number {number}, in {planned.directory}"
     lease = resources.pool.acquire(
-        max(nbytes, _PAGE), timeout_secs=resources.timeout_secs, what=what
+        max(nbytes, sizes.PAGE_NBYTES), timeout_secs=resources.timeout_secs, what=what
     )
     try:
         for key in lease.retired:
@@ -228,7 +228,8 @@ def _stream(
     lease: Lease,
 ) -> None:
     """Stage through slots of a memory that is smaller than the image; the worker frees them."""
-    slot_nbytes = max(lease.nbytes // _SLOTS // _PAGE * _PAGE, min(lease.nbytes, _PAGE))
+    page = sizes.PAGE_NBYTES
+    slot_nbytes = max(lease.nbytes // _SLOTS // page * page, min(lease.nbytes, page))
     free = deque(range(0, lease.nbytes - slot_nbytes + 1, slot_nbytes))
     out: deque[Run] = deque()
 

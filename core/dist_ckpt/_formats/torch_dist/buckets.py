@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dist_ckpt._formats.torch_dist import sizes
 from dist_ckpt._formats.torch_dist.records import frame_of
 from dist_ckpt._sharding.shard_info import dtype_name
 from dist_ckpt._staging_pool.memory import Scratch, bits, host_bytes, pieces_for_write
@@ -45,9 +46,6 @@ if TYPE_CHECKING:
     from dist_ckpt.storage.page_cache import PagePolicy
 
 __all__ = ["WriteBucket", "WriteEntry", "snapshot", "stage_buckets", "write_buckets"]
-
-_MAX_FRAMED_NBYTES = (1 << 32) - (1 << 20)
-"""Sizes in a framed record have 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +217,7 @@ def _result(name: str, one: _Placed) -> WriteResult:
 
 def _is_framed(tensor: torch.Tensor) -> bool:
     plain = tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
-    return plain and tensor.numel() * tensor.element_size() <= _MAX_FRAMED_NBYTES
+    return plain and tensor.numel() * tensor.element_size() <= sizes.MAX_RECORD_NBYTES
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,11 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dist_ckpt._formats.torch_dist import sizes
+
 __all__ = ["Frames", "RecordFrame", "frame_of"]
 
-_ALIGNMENT = 64
-_LARGE_ALIGNMENT = 4096
-_LARGE_NBYTES = 1 << 16
 _FLAGS = 0x0800  # UTF-8 names
-_MAX_NBYTES = (1 << 32) - (1 << 16)
 _LONG = 1 << 31
 """From here on pickle writes a number another way."""
 
@@ -49,8 +47,8 @@ class RecordFrame:
 
     @property
     def alignment(self) -> int:
-        """Of the payload in its file: 64 bytes, from 64 KiB on 4096."""
-        return _LARGE_ALIGNMENT if self.nbytes >= _LARGE_NBYTES else _ALIGNMENT
+        """Of the payload in its file, bytes."""
+        return sizes.LARGE_ALIGNMENT if self.nbytes >= sizes.LARGE_NBYTES else sizes.ALIGNMENT
 
     def start_after(self, position: int) -> int:
         """Return the first byte from ``position`` on where the record may begin."""
@@ -137,7 +135,7 @@ def frame_of(dtype: str, shape: tuple[int, ...], itemsize: int) -> RecordFrame:
         itemsize: Bytes an element.
     """
     nbytes = math.prod(shape) * itemsize
-    if nbytes > _MAX_NBYTES:
+    if nbytes > sizes.MAX_RECORD_NBYTES:
         raise ValueError(f"a record holds less than 4 GiB, not {nbytes} bytes")
     return _framed(_tensor_pickle(dtype, shape, _strides(shape), nbytes), nbytes)
 
@@ -164,8 +162,8 @@ def _framed(pickled: bytes, nbytes: int) -> RecordFrame:
 
 
 def _padding(position: int) -> bytes:
-    """Return a zip extra field (header id ``FB``, as torch uses) that fills up to 64 bytes."""
-    length = -(position + 4) % _ALIGNMENT
+    """Return a zip extra field (header id ``FB``, as torch uses) that aligns the payload."""
+    length = -(position + 4) % sizes.ALIGNMENT
     return struct.pack("<HH", 0x4246, length) + bytes(length)
 
 

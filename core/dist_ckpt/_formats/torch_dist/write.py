@@ -11,6 +11,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dist_ckpt._formats.torch_dist import sizes
 from dist_ckpt._staging_pool.memory import Scratch, host_bytes, is_plain_memory, pieces_for_write
 from dist_ckpt.errors import CheckpointingException, CoordinationError, StorageError
 from dist_ckpt.storage import Extent, open_store
@@ -30,15 +31,6 @@ if TYPE_CHECKING:
     from dist_ckpt.storage.page_cache import PagePolicy
 
 __all__ = ["WrittenFile", "extents_of", "write_durably", "write_shards"]
-
-_GATHERED_NBYTES = 1 << 20
-"""Small records are put together to pieces of this size: a call for each would cost more."""
-
-_DIRECT_NBYTES = 1 << 17
-"""Payloads from this size on are written from the tensor's own memory."""
-
-_ZEROS = bytes(4096)
-"""No gap between records is longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,26 +114,38 @@ class _Gathered:
     """Bytes that follow each other in a file, on their way to be written together."""
 
     def __init__(self) -> None:
-        self._memory = bytearray(_GATHERED_NBYTES)
+        self._memory = bytearray(sizes.GATHERED_NBYTES)
         self._view = memoryview(self._memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._start, self._used = 0, 0
 
     def has_room(self, nbytes: int) -> bool:
-        return self._used + nbytes <= _GATHERED_NBYTES
+        return self._used + nbytes <= len(self._memory)
 
     def put(self, data: bytes) -> None:
-        end = self._used + len(data)
-        self._view[self._used : end] = data
-        self._used = end
-
-    def skip_to(self, position: int) -> None:
-        """Put zeros up to a position of the file."""
-        self.put(_ZEROS[: position - self._start - self._used])
+        ctypes.memmove(self._place_for(len(data)), data, len(data))
 
     def put_memory(self, address: int, nbytes: int) -> None:
-        ctypes.memmove(self._address + self._used, address, nbytes)
+        ctypes.memmove(self._place_for(nbytes), address, nbytes)
+
+    def pad_to(self, position: int) -> Iterator[Extent]:
+        """Put zeros up to a position of the file, of any number; yield what fills the memory."""
+        gap = position - self._start - self._used
+        assert gap >= 0  # noqa: S101 - records follow each other
+        while gap:
+            count = min(gap, len(self._memory) - self._used)
+            self.put(bytes(count))
+            gap -= count
+            if not self.has_room(1):
+                yield from self.taken()
+
+    def _place_for(self, nbytes: int) -> int:
+        # memmove checks nothing: what does not fit would overwrite somebody else's memory.
+        if not self.has_room(nbytes):
+            raise ValueError(f"{nbytes} bytes do not fit in a buffer of {len(self._memory)}")
+        address = self._address + self._used
         self._used += nbytes
+        return address
 
     def taken(self) -> Iterator[Extent]:
         """Yield what was put in, if anything was; the memory is used again after that."""
@@ -180,11 +184,11 @@ def extents_of(
         at[0] = number
         data = shards.data[shard]
         head, nbytes, tail = frame.head, frame.nbytes, frame.tail
-        if not gathered.has_room(len(_ZEROS) + len(head) + min(nbytes, _DIRECT_NBYTES) + len(tail)):
+        yield from gathered.pad_to(payload - len(head))
+        if not gathered.has_room(len(head) + min(nbytes, sizes.DIRECT_NBYTES) + len(tail)):
             yield from gathered.taken()
-        gathered.skip_to(payload - len(head))
         gathered.put(head)
-        if nbytes < _DIRECT_NBYTES and is_whole and data is not None and is_plain_memory(data):
+        if nbytes < sizes.DIRECT_NBYTES and is_whole and data is not None and is_plain_memory(data):
             gathered.put_memory(data.data_ptr(), nbytes)
         else:
             yield from gathered.taken()
