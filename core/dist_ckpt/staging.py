@@ -22,8 +22,9 @@ from dist_ckpt._saving.rank_state import (
     render,
     with_global_leaves,
 )
-from dist_ckpt._staging_pool.arena import Arena, copy_bits
+from dist_ckpt._staging_pool.arena import Arena
 from dist_ckpt._staging_pool.handover import is_plain_tensor
+from dist_ckpt._staging_pool.memory import copy_bits
 from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt.errors import BarrierTimeoutError, ConfigError, InvalidShardingError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor

@@ -19,6 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_ckpt._staging_pool import copying
 from dist_ckpt._staging_pool.copying import Copier, Copy
+from dist_ckpt._staging_pool.memory import (
+    Scratch,
+    copy_bits,
+    copy_cast,
+    host_copy,
+    pieces_for_write,
+)
 from dist_ckpt.errors import (
     AsyncSaveError,
     BarrierTimeoutError,
@@ -111,6 +118,41 @@ def test_pending_conjugations_and_signs(dtype: torch.dtype, rows: int) -> None:
 
     assert torch.equal(conjugated, torch.complex(source.real, -source.imag))
     assert torch.equal(imaginary, -source.imag)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_tensor_is_copied_exactly_in_each_way(dtype: torch.dtype) -> None:
+    """``copy_bits``, ``copy_cast`` to the same dtype, ``host_copy`` and pieces for a file agree."""
+    source = random_bits(dtype, 40, 30).t()[1:, ::2]
+    by_bits, by_cast = target_for(source), target_for(source)
+
+    assert copy_bits(by_bits, source) is by_bits
+    copy_cast(by_cast, source)
+
+    expected = in_order(source)
+    assert raw(by_bits) == raw(by_cast) == raw(host_copy(source)) == expected
+    pieces = [(at, raw(piece)) for at, piece in pieces_for_write(source, Scratch())]
+    assert pieces == [(0, expected)]
+
+
+@pytest.mark.parametrize("of_source", [torch.clone, torch.conj], ids=["plain", "conjugated"])
+@pytest.mark.parametrize(
+    "of_target", [torch.Tensor.detach, torch.conj], ids=["plain", "conjugated"]
+)
+@pytest.mark.parametrize("part", [torch.clone, torch.real, torch.imag], ids=["all", "real", "imag"])
+def test_one_tensor_with_a_pending_conjugation(
+    of_source: Callable[[Any], Any], of_target: Callable[[Any], Any], part: Callable[[Any], Any]
+) -> None:
+    """In the source, in the target, or in both: the target stands for the same values after it."""
+    source = part(of_source(torch.randn(3, 4, dtype=torch.complex64)))
+    memory = torch.zeros(3, 4, dtype=torch.complex64)
+    target = of_target(memory)
+    target = target if part is torch.clone else part(target)
+
+    copy_bits(target, source)
+
+    assert torch.equal(target, source)
+    assert torch.equal(host_copy(source), source)
 
 
 @pytest.mark.parametrize("way", ["run", "start"])

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dist_ckpt._comm import group_communicator
 from dist_ckpt._comm.outcome import agree, attempt, reduce
 from dist_ckpt._sharding.shard_info import dtype_from_name, dtype_name
-from dist_ckpt._staging_pool.memory import bits, copy_converted
+from dist_ckpt._staging_pool.memory import copy_bits, copy_cast
 from dist_ckpt.box import Box, split_box
 from dist_ckpt.errors import CheckpointingException, CoordinationError, MismatchError
 from dist_ckpt.validation import shortened
@@ -144,8 +144,7 @@ class _Link:
         with self._keeping_failures(), torch.no_grad():
             for piece in batch.pieces:
                 region = _region(self.sources[piece.item.shard].detach(), piece.box)
-                plain = bits(region.resolve_conj().resolve_neg())
-                _window(buffer, piece, plain.dtype).copy_(plain)
+                copy_bits(_window(buffer, piece, region.dtype), region)
 
     def unpack(self, batch: _Batch, buffer: torch.Tensor) -> None:
         """Copy the pieces that this rank wants from ``buffer`` into the targets, bit for bit."""
@@ -154,7 +153,7 @@ class _Link:
                 if self.rank in piece.item.receivers:
                     region = _region(self.targets[piece.item.shard].detach(), piece.box)
                     dtype = dtype_from_name(piece.item.kind.dtype)
-                    copy_converted(region, _window(buffer, piece, dtype))
+                    copy_cast(region, _window(buffer, piece, dtype))
 
     @contextlib.contextmanager
     def _keeping_failures(self) -> Iterator[None]:

@@ -35,7 +35,7 @@ from dist_ckpt._sharding.shard_info import dtype_from_name, dtype_name
 from dist_ckpt._sharding.split import LoadParts, merge_after_load, split_for_load
 from dist_ckpt._sharding.table import ShardTable, local_shards
 from dist_ckpt._sharding.wanted import wanted_of
-from dist_ckpt._staging_pool.memory import has_conversion
+from dist_ckpt._staging_pool.memory import can_cast
 from dist_ckpt.box import Box
 from dist_ckpt.errors import (
     MismatchError,
@@ -343,7 +343,7 @@ def _check_conversions(casts: Mapping[str, tuple[str, str]], where: str) -> None
     Raises:
         MismatchError: With all keys.
     """
-    possible = {pair: has_conversion(*map(dtype_from_name, pair)) for pair in set(casts.values())}
+    possible = {pair: can_cast(*map(dtype_from_name, pair)) for pair in set(casts.values())}
     problems = [
         f"{key!r}: {pair[0]} is stored, {pair[1]} is expected, and torch does not convert it"
         for key, pair in casts.items()

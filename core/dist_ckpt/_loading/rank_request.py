@@ -21,8 +21,8 @@ from dist_ckpt._saving.rank_state import (
     render,
     whole,
 )
-from dist_ckpt._staging_pool.arena import copy_bits
 from dist_ckpt._staging_pool.handover import is_plain_tensor
+from dist_ckpt._staging_pool.memory import copy_bits
 from dist_ckpt.dict_utils import diff, nested_values
 from dist_ckpt.errors import MismatchError
 from dist_ckpt.mapping import (

@@ -19,6 +19,7 @@ from dist_ckpt._process.gc_pause import collector_paused
 from dist_ckpt._saving.describe import common_backend, with_values_copied
 from dist_ckpt._saving.plan import proven, thread_count
 from dist_ckpt._saving.publish import Publication, all_files, publish, with_dcp_metadata
+from dist_ckpt._staging_pool.memory import host_copy
 from dist_ckpt.core import CheckpointingConfig
 from dist_ckpt.errors import CoordinationError
 from dist_ckpt.storage import open_store
@@ -231,7 +232,7 @@ def _with_data_copied(planned: PlannedSave) -> PlannedSave:
     data: list[torch.Tensor | None] = [None] * len(shards)
     for number in prepared.request.format.sources(planned.work):
         view = shards.view(number)
-        data[number] = None if view is None else view.clone()
+        data[number] = None if view is None else host_copy(view)
     prepared = replace(prepared, shards=shards.with_data(data))
     return replace(planned, prepared=with_values_copied(prepared))
 

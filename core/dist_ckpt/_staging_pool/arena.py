@@ -1,6 +1,6 @@
 """One piece of memory that two processes share, and tensors in it.
 
-Here: ``Arena``, and exact copies. Not here: where the memory comes from (``host_memory``), whose
+Here: ``Arena``. Not here: where the memory comes from (``host_memory``), whose
 turn it is (``pool``), what is copied into it (``staging``), how it travels (``handover``). Used
 locally.
 
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from dist_ckpt._staging_pool.host_memory import MAKERS, grow, make_file, pin, unpin
-from dist_ckpt._staging_pool.memory import bits
 from dist_ckpt.errors import StorageError
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt._staging_pool.host_memory import Maker
 
-__all__ = ["Arena", "copy_bits"]
+__all__ = ["Arena"]
 
 _ALIGNMENT = 64
 """Bytes; a cache line, and enough for the elements of any dtype."""
@@ -149,16 +148,6 @@ class Arena:
         self._unpin()
         self._close()
         self.is_pinned = False
-
-
-def copy_bits(
-    target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False
-) -> torch.Tensor:
-    """Copy ``source``, of any strides and device, to ``target``, bit for bit; return ``target``."""
-    with torch.no_grad():
-        plain = source.detach().resolve_conj().resolve_neg()
-        bits(target).copy_(bits(plain), non_blocking=non_blocking)
-    return target
 
 
 def _aligned(nbytes: int) -> int:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dist_ckpt._staging_pool.arena import copy_bits
-from dist_ckpt._staging_pool.memory import bits
+from dist_ckpt._staging_pool.memory import bits, copy_bits, is_plain
 from dist_ckpt.box import Box, split_box
 from dist_ckpt.errors import InvalidShardingError, StorageError
 
@@ -30,7 +29,6 @@ __all__ = [
     "copy_on_stream",
     "copy_piece",
     "is_ordinary",
-    "is_plain",
     "move",
     "pieces",
 ]
@@ -178,11 +176,6 @@ def copy_batch(copies: Sequence[Copy]) -> None:
         return  # torch refuses to do nothing
     with torch.no_grad():
         torch._foreach_copy_([one.target for one in copies], [one.source for one in copies])
-
-
-def is_plain(source: torch.Tensor) -> bool:
-    """Whether a checked host tensor's elements are one run of memory, bit for bit."""
-    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
 
 
 def pieces(copy: Copy, nbytes: int = BLOCK_NBYTES) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

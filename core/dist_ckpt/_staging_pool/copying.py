@@ -30,10 +30,10 @@ from dist_ckpt._staging_pool.copy_steps import (
     copy_on_stream,
     copy_piece,
     is_ordinary,
-    is_plain,
     move,
     pieces,
 )
+from dist_ckpt._staging_pool.memory import is_plain
 from dist_ckpt.errors import AsyncSaveError, BarrierTimeoutError, ConfigError
 
 if TYPE_CHECKING:

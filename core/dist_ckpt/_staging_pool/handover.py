@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt._staging_pool.arena import Arena, copy_bits
+from dist_ckpt._staging_pool.arena import Arena
+from dist_ckpt._staging_pool.memory import copy_bits
 from dist_ckpt.errors import InvalidShardingError
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""Tensors as bytes: the memory of host tensors, without a copy.
+"""Tensors as bytes: the memory of host tensors, and the two ways to copy one tensor to another.
 
-Here: views and bounded staging pieces. Not here: files (``storage``) or what to move
-(``_sharding``).
+Here: views, ``copy_bits`` (exact) and ``copy_cast`` (another dtype), bounded pieces for files. Not
+here: copies by several threads (``copying``), files (``storage``), what to move (``_sharding``).
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ __all__ = [
     "PIECE_NBYTES",
     "Scratch",
     "bits",
-    "converted",
-    "copy_converted",
+    "can_cast",
+    "cast",
+    "copy_bits",
+    "copy_cast",
     "fill_zero",
-    "has_conversion",
     "host_bytes",
+    "host_copy",
+    "is_plain",
     "is_plain_memory",
     "pieces_for_write",
 ]
@@ -39,14 +42,14 @@ PIECE_NBYTES = 8 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a strided tensor are one run of its memory, bit for bit."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def is_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements are its own contiguous host memory, bit for bit."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    """Whether the tensor's elements are one run of host memory, bit for bit."""
+    return tensor.device.type == "cpu" and is_plain(tensor)
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -69,33 +72,50 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if integer is None else tensor.view(integer)
 
 
-def copy_converted(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy the bits of ``source``; where the dtypes differ, convert as ``Tensor.copy_`` does.
+def copy_bits(dst: torch.Tensor, src: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+    """Copy a tensor of any strides and device exactly, to one of its shape and dtype.
+
+    Args:
+        dst: Gets the elements; returned.
+        src: Where they are.
+        non_blocking: Return when the copy from or to another device is enqueued.
+    """
+    with torch.no_grad():
+        src = src.detach()
+        if not src.is_cpu:
+            # torch resolves these in the target when a copy is enqueued, before it is there.
+            src = src.resolve_conj().resolve_neg()
+        if any(one.is_conj() or one.is_neg() for one in (dst, src)):
+            dst.copy_(src)  # resolves them on the way: no memory is taken for it
+        else:
+            bits(dst).copy_(bits(src), non_blocking=non_blocking)
+    return dst
+
+
+def copy_cast(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Copy exactly; where the dtypes differ, cast as ``Tensor.copy_`` does.
 
     Raises:
         MismatchError: torch has no conversion between the two dtypes.
     """
-    same = target.dtype == source.dtype and not any(
-        tensor.is_conj() or tensor.is_neg() for tensor in (target, source)
-    )
+    if dst.dtype is src.dtype:
+        copy_bits(dst, src)
+        return
     with torch.no_grad():
-        if same:
-            bits(target).copy_(bits(source))
-            return
-        if source.dtype.is_complex and not (target.dtype.is_complex or target.dtype is torch.bool):
+        if src.dtype.is_complex and not (dst.dtype.is_complex or dst.dtype is torch.bool):
             # As copy_ does, without its Python warning: this runs in threads.
-            source = source.real
+            src = src.real
         try:
             # In two steps: torch casts float32 to float16 past the sign of a negated view.
-            target.copy_(source.to(target.dtype) if target.is_neg() else source)
+            dst.copy_(src.to(dst.dtype) if dst.is_neg() else src)
         except RuntimeError as error:
             raise MismatchError(
-                f"{source.dtype} cannot be converted to {target.dtype} ({error})."
+                f"{src.dtype} cannot be converted to {dst.dtype} ({error})."
             ) from error
 
 
-def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor itself if it has that dtype, else a converted copy on its device.
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor itself if it has that dtype, else a copy on its device that does.
 
     Raises:
         MismatchError: torch has no conversion between the two dtypes.
@@ -103,15 +123,21 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype is dtype:
         return tensor
     copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    copy_converted(copy, tensor)
+    copy_cast(copy, tensor)
     return copy
 
 
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an exact, contiguous copy of a strided tensor in host memory of its own."""
+    memory = torch.empty(tensor.nbytes, dtype=torch.uint8)  # of some dtypes, torch warns
+    return copy_bits(memory.view(tensor.dtype).view(tensor.shape), tensor)
+
+
 @functools.cache
-def has_conversion(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether ``copy_converted`` can convert from ``source`` to ``target``."""
+def can_cast(src: torch.dtype, dst: torch.dtype) -> bool:
+    """Whether ``copy_cast`` converts from ``src`` to ``dst``."""
     try:
-        copy_converted(torch.empty(1, dtype=target), torch.empty(1, dtype=source))
+        copy_cast(torch.empty(1, dtype=dst), torch.empty(1, dtype=src))
     except (MismatchError, RuntimeError):  # torch cannot make some dtypes, either
         return False
     return True
@@ -160,10 +186,6 @@ def pieces_for_write(tensor: torch.Tensor, scratch: Scratch) -> Iterator[tuple[i
     position = 0
     for box in split_box(whole, tensor.element_size(), PIECE_NBYTES):
         view = tensor[box.slices()] if box.shape else tensor
-        # Resolving by itself would take fresh memory for each piece; the copy does it on the way.
-        source = view if view.is_conj() or view.is_neg() else bits(view)
-        piece = scratch.take("piece", box.shape, source.dtype)
-        with torch.no_grad():
-            piece.copy_(source)
+        piece = copy_bits(scratch.take("piece", box.shape, tensor.dtype), view)
         yield position, piece
         position += piece.numel() * piece.element_size()

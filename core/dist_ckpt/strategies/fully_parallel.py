@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dist_ckpt._comm import default_communicator, group_communicator
 from dist_ckpt._comm.outcome import agree, attempt
 from dist_ckpt._comm.tensors import can_be_filled, exchange_tensors
-from dist_ckpt._staging_pool.memory import converted, copy_converted
+from dist_ckpt._staging_pool.memory import cast, copy_cast
 from dist_ckpt.dict_utils import dict_list_map_outplace, nested_values
 from dist_ckpt.errors import ConfigError, MismatchError
 from dist_ckpt.exchange_utils import (
@@ -295,7 +295,7 @@ def load_and_exchange(
             given = values[id(leaf)]
             if not isinstance(leaf, ShardedTensor):
                 return given
-            return _placed(converted(given, leaf.dtype), leaf)
+            return _placed(cast(given, leaf.dtype), leaf)
         if not isinstance(leaf, ShardedTensor):
             return leaf
         shard = shard_id(leaf)
@@ -347,7 +347,7 @@ def _read(
 
         for i, (shard, leaf) in enumerate(tensors.items()):
             # A user's strategy may return the stored dtype, not the requested one.
-            read[shard] = converted(loaded[f"t{i}"], leaf.dtype)
+            read[shard] = cast(loaded[f"t{i}"], leaf.dtype)
 
     agree(default_communicator(), f"reading {checkpoint_dir}", attempt(verdict))
     return read, {id(leaf): loaded[f"o{i}"] for i, leaf in enumerate(own)}
@@ -360,7 +360,7 @@ def _placed(tensor: torch.Tensor, leaf: ShardedTensor) -> torch.Tensor:
         return tensor
     if data.shape != tensor.shape:
         return tensor  # a strategy that gives what is stored, not what was asked for
-    copy_converted(data.detach(), tensor)
+    copy_cast(data.detach(), tensor)
     return data
 
 

@@ -19,7 +19,7 @@ from dist_ckpt._loading.execute import Source
 from dist_ckpt._saving.execute import write_common
 from dist_ckpt._sharding.assign import writers_of_boxes
 from dist_ckpt._sharding.table import local_shards
-from dist_ckpt._staging_pool.memory import converted, copy_converted
+from dist_ckpt._staging_pool.memory import cast, copy_cast
 from dist_ckpt.errors import ConfigError, CorruptedCheckpointError, MismatchError
 from dist_ckpt.strategies.async_utils import AsyncRequest, staged_args
 from dist_ckpt.strategies.base import AsyncSaveShardedStrategy, handles_objects
@@ -283,11 +283,11 @@ def _delivered(leaf: ShardedTensor, value: Any, who: str) -> torch.Tensor:
             f"{leaf.data_shape}."
         )
     data = leaf.data
-    loaded: torch.Tensor = converted(value.detach(), leaf.dtype)
+    loaded: torch.Tensor = cast(value.detach(), leaf.dtype)
     if data is None or not can_be_filled(data):
         return loaded
     if value is not data:
-        copy_converted(data.detach(), loaded)
+        copy_cast(data.detach(), loaded)
     return data
 
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dist_ckpt._formats.torch_dist import sizes
 from dist_ckpt._formats.torch_dist.records import frame_of
 from dist_ckpt._sharding.shard_info import dtype_name
-from dist_ckpt._staging_pool.memory import Scratch, bits, host_bytes, pieces_for_write
+from dist_ckpt._staging_pool.memory import Scratch, host_bytes, host_copy, pieces_for_write
 from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import Extent, open_store
 from dist_ckpt.storage.local import fsync_directory, storage_errors
@@ -85,7 +85,7 @@ def snapshot(entry: WriteEntry) -> WriteEntry:
         return replace(entry, data=entry.data.getvalue())
     if isinstance(entry.data, bytes) or entry.data.device.type != "cpu":
         return entry
-    return replace(entry, data=_clone(entry.data.detach()))
+    return replace(entry, data=_host_clone(entry.data))
 
 
 def stage_buckets(buckets: Sequence[WriteBucket]) -> list[WriteBucket]:
@@ -93,7 +93,7 @@ def stage_buckets(buckets: Sequence[WriteBucket]) -> list[WriteBucket]:
 
     def on_host(entry: WriteEntry) -> WriteEntry:
         if isinstance(entry.data, torch.Tensor) and entry.data.device.type != "cpu":
-            return replace(entry, data=entry.data.detach().cpu())
+            return replace(entry, data=_host_clone(entry.data))
         return entry
 
     return [WriteBucket(one.name, tuple(map(on_host, one.entries))) for one in buckets]
@@ -220,18 +220,11 @@ def _is_framed(tensor: torch.Tensor) -> bool:
     return plain and tensor.numel() * tensor.element_size() <= sizes.MAX_RECORD_NBYTES
 
 
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of exactly this view, in memory of its own."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        return tensor.clone()
-    source = bits(tensor.resolve_conj().resolve_neg())
-    with torch.no_grad():
-        copy = torch.empty(source.shape, dtype=source.dtype).copy_(source)
-    return copy.view(tensor.dtype)
-
-
 def _host_clone(tensor: torch.Tensor) -> torch.Tensor:
-    return _clone(tensor.detach().cpu())
+    """Return exactly the elements of this view, in host memory of their own."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        return tensor.detach().cpu().clone()
+    return host_copy(tensor)
 
 
 def _bytes_io(data: io.BytesIO | bytes) -> io.BytesIO:

@@ -25,7 +25,7 @@ from dist_ckpt._sharding.wanted import boxes_of, runs_of
 from dist_ckpt._staging_pool.memory import (
     PIECE_NBYTES,
     Scratch,
-    copy_converted,
+    copy_cast,
     host_bytes,
     is_plain_memory,
 )
@@ -181,7 +181,7 @@ def _fill_by_pieces(source: _Source, read: Read, view: torch.Tensor) -> int:
         buffer = source.scratch.take("piece", box.shape, dtype)
         part = Read(read.request, read.key, read.dtype, read.chunk, box)
         nbytes += _fill(source, part, buffer)
-        copy_converted(_sub_view(view, box, read.region), buffer)
+        copy_cast(_sub_view(view, box, read.region), buffer)
     return nbytes
 
 
@@ -199,7 +199,7 @@ def _fill_from_span(source: _Source, read: Read, view: torch.Tensor) -> int:
     buffer = source.scratch.take("span", (span // dtype.itemsize,), dtype)
     _, positions = byte_runs(read)
     source.store.read_ranges(source.name, [Extent(next(positions), host_bytes(buffer))])
-    copy_converted(view, torch.as_strided(buffer, region.shape, _strides(read.chunk.box)))
+    copy_cast(view, torch.as_strided(buffer, region.shape, _strides(read.chunk.box)))
     return span
 
 
@@ -252,7 +252,7 @@ def _fill_from_whole_record(source: _Source, read: Read, view: torch.Tensor) -> 
         stop = chunk.record_start + chunk.box.numel
         tensor = tensor.reshape(-1)[chunk.record_start : stop].view(chunk.box.shape)
     inside = read.region.relative_to(chunk.box)
-    copy_converted(view, tensor[inside.slices()] if inside.shape else tensor)
+    copy_cast(view, tensor[inside.slices()] if inside.shape else tensor)
     return len(data)
 
 

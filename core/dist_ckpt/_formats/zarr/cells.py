@@ -15,7 +15,7 @@ from dist_ckpt._sharding.shard_info import dtype_from_name
 from dist_ckpt._staging_pool.memory import (
     PIECE_NBYTES,
     Scratch,
-    bits,
+    copy_bits,
     fill_zero,
     host_bytes,
     pieces_for_write,
@@ -67,7 +67,7 @@ def cell_bytes(
             piece = scratch.take("padded", box.shape, view.dtype)
             fill_zero(piece)
             if part is not None:
-                _copy_bits(_inside(piece, part, box), view[part.slices()])
+                copy_bits(_inside(piece, part, box), view[part.slices()])
             yield position, host_bytes(piece)
         position += nbytes
 
@@ -88,19 +88,14 @@ def shared_cell(job: WriteJob, shared: SharedCell, store: Store) -> torch.Tensor
     cell = torch.empty(shared.box.shape, dtype=dtype_from_name(shared.array.dtype))
     fill_zero(cell)
     for item in shared.own:
-        _copy_bits(_inside(cell, item.box, shared.box), view_of(job, item))
+        copy_bits(_inside(cell, item.box, shared.box), view_of(job, item))
     for received in shared.received:
         piece = torch.empty(received.box.shape, dtype=cell.dtype)
         extent = Extent(received.position, host_bytes(piece))
         store.read_ranges(pieces_name(received.rank), [extent])
-        _copy_bits(_inside(cell, received.box, shared.box), piece)
+        copy_bits(_inside(cell, received.box, shared.box), piece)
     return cell
 
 
 def _inside(view: torch.Tensor, box: Box, outer: Box) -> torch.Tensor:
     return view[box.relative_to(outer).slices()] if box.shape else view
-
-
-def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        bits(target).copy_(bits(source.resolve_conj().resolve_neg()))

@@ -22,7 +22,7 @@ from dist_ckpt._formats.zarr.grid import cells_of, split_on_grid
 from dist_ckpt._formats.zarr.slices import as_raw, read_cells, read_slices
 from dist_ckpt._sharding.index import StoredTensor
 from dist_ckpt._sharding.shard_info import dtype_from_name
-from dist_ckpt._staging_pool.memory import Scratch, copy_converted
+from dist_ckpt._staging_pool.memory import Scratch, copy_cast
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.transfer import run_jobs
@@ -207,7 +207,7 @@ def _read_job(
         else:
             buffer = Scratch().take("block", block.shape, dtype)
             arrays.read(array.handle, block, host_array(buffer), key=one.key)
-            copy_converted(view, buffer)
+            copy_cast(view, buffer)
         return _chunk_nbytes(array, block)
 
     return job
