@@ -8,6 +8,9 @@ STAMP := $(VENV)/.stamp
 # One BLAS thread a process: tests and demo start several ranks on few cores.
 export OMP_NUM_THREADS ?= 1
 
+# Images of containers switch bytecode off: then each of the many interpreters compiles all anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: test soak demo drawing lint lint-quick bench matrix pages clean
 
 # A file each at a time, in the order of tests/conftest.py. One worker more than two cores: much of

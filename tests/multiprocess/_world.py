@@ -576,7 +576,6 @@ def _prepare_program(task: _Task, stdout: int, stderr: int) -> None:
         os.close(descriptor)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update(task.env)
-    gc.unfreeze()
 
 
 # -- a rank ----------------------------------------------------------------------------------------
