@@ -171,6 +171,20 @@ def test_a_wrong_file_is_told_where(tmp_path: Path, case: Case) -> None:
     assert isinstance(caught.value, CheckpointingException)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("thread_count", 0), ("thread_count", 65), ("timeout_secs", 0.0), ("max_in_flight", 0),
+        ("max_in_flight", 17), ("staging_budget_mib", 0), ("drain_timeout_secs", 0.0),
+        ("grace_secs", 0.0), ("sweep_after_secs", 0.0), ("sweep_after_secs", float("inf")),
+    ],
+)  # fmt: skip
+def test_bounds(field: str, value: float) -> None:
+    """The first value beyond what a field may have is refused."""
+    with pytest.raises(ConfigError, match=f"argument '{field}': expected .*, found {value}"):
+        load_config(**{field: value})
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     """A missing file, and one that is no text."""
     with pytest.raises(ConfigError, match=r"none\.yaml: cannot read .*No such file"):
