@@ -23,8 +23,8 @@ from dist_ckpt._saving.rank_state import (
     with_global_leaves,
 )
 from dist_ckpt._staging_pool.arena import Arena
+from dist_ckpt._staging_pool.copying import Copier, Copy
 from dist_ckpt._staging_pool.handover import is_plain_tensor
-from dist_ckpt._staging_pool.memory import copy_bits
 from dist_ckpt._staging_pool.pool import StagingPool
 from dist_ckpt.errors import BarrierTimeoutError, ConfigError, InvalidShardingError
 from dist_ckpt.mapping import ShardedObject, ShardedTensor
@@ -77,7 +77,8 @@ class CheckpointStagerConfig:
             is copied once more when it is handed over.
         use_async_staging: Copy in a thread and return a future. The caller must then wait for it
             before anything in the state dict changes.
-        use_non_blocking_copy: Enqueue copies from an accelerator and wait once, at the end.
+        use_non_blocking_copy: A field of torch's config; copies from an accelerator are always
+            enqueued, and waited for once, at the end.
     """
 
     use_pinned_memory: bool = True
@@ -108,6 +109,7 @@ class DefaultStager(CheckpointStager):
             else None
         )
         self._pool = StagingPool(use_pinned=self._config.use_pinned_memory)
+        self._copier = Copier()
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -141,6 +143,7 @@ class DefaultStager(CheckpointStager):
         self._closed = True
         if self._executor is not None:
             self._executor.shutdown(wait=True)
+        self._copier.close()
         self._pool.retire()
 
     def _stage(self, state_dict: Mapping[str, Any]) -> StagedStateDict:
@@ -148,19 +151,19 @@ class DefaultStager(CheckpointStager):
         snapshot = _Snapshot(tree, self._config, self._pool)
         staged = StagedStateDict(map_tree(snapshot.copy_leaf, tree))
         staged.arena = snapshot.arena
-        snapshot.finish()
+        self._copier.run(snapshot.copies)
         return staged
 
 
 class _Snapshot:
-    """One snapshot: its memory, and what has been copied into it."""
+    """One snapshot: its memory, and the copies of tensors that are still to be made."""
 
     def __init__(
         self, tree: dict[str, Any], config: CheckpointStagerConfig, pool: StagingPool
     ) -> None:
         self._config = config
-        self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._busy: set[torch.device] = set()
+        self._targets: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.copies: list[Copy] = []
         self.arena: Arena | None = None
         if config.use_shared_memory:
             found: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -169,7 +172,7 @@ class _Snapshot:
 
     def copy_leaf(self, path: Path, leaf: Any) -> Any:
         try:
-            return self._copied(leaf)
+            return self._copied(render(path), leaf)
         except NotImplementedError as error:
             raise InvalidShardingError(f"{render(path)!r} cannot be copied: {error}") from error
         except (TypeError, RuntimeError) as error:
@@ -178,47 +181,38 @@ class _Snapshot:
                 f"{render(path)!r}, a {type(leaf).__name__}, cannot be copied: {error}"
             ) from error
 
-    def finish(self) -> None:
-        """Wait until every copy is there."""
-        for device in self._busy:
-            torch.accelerator.synchronize(device)
-
-    def _copied(self, leaf: Any) -> Any:
+    def _copied(self, name: str, leaf: Any) -> Any:
         if isinstance(leaf, GlobalTensor):
-            return GlobalTensor(leaf.key, tuple(self._shard(one) for one in leaf.shards))
+            return GlobalTensor(leaf.key, tuple(self._shard(name, one) for one in leaf.shards))
         if isinstance(leaf, ShardedTensor):
-            return self._shard(leaf)
+            return self._shard(name, leaf)
         if isinstance(leaf, ShardedObject):
             return replace(leaf, data=copy.deepcopy(leaf.data))
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
-        tensor = self._tensor(leaf)
+        tensor = self._tensor(name, leaf)
         if type(leaf) is torch.nn.Parameter:
             return torch.nn.Parameter(tensor, requires_grad=leaf.requires_grad)
         return tensor
 
-    def _shard(self, shard: ShardedTensor) -> ShardedTensor:
-        return shard if shard.data is None else replace(shard, data=self._tensor(shard.data))
+    def _shard(self, name: str, shard: ShardedTensor) -> ShardedTensor:
+        return shard if shard.data is None else replace(shard, data=self._tensor(name, shard.data))
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if not is_plain_tensor(tensor):
             return tensor.detach().clone()  # sparse, quantized: pickled when handed over
         memory = memory_of(tensor)
-        if memory not in self._copies:
-            self._copies[memory] = self._fresh_copy(tensor)
-        return self._copies[memory]
+        if memory not in self._targets:
+            target = self._targets[memory] = self._target_for(tensor)
+            self.copies.append(Copy(tensor, target, name))
+        return self._targets[memory]
 
-    def _fresh_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        shape, on_host = tuple(tensor.shape), tensor.device.type == "cpu"
+    def _target_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        shape = tuple(tensor.shape)
         if self.arena is not None:
-            target = self.arena.take(shape, tensor.dtype)
-        else:
-            pinned = self._config.use_pinned_memory and not on_host
-            target = torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned)
-        enqueue = self._config.use_non_blocking_copy and not on_host
-        if enqueue:
-            self._busy.add(tensor.device)
-        return copy_bits(target, tensor, non_blocking=enqueue)
+            return self.arena.take(shape, tensor.dtype)
+        pinned = self._config.use_pinned_memory and tensor.device.type != "cpu"
+        return torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned)
 
 
 def _memory(pool: StagingPool, nbytes: int) -> Arena:
