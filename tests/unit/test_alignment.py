@@ -18,6 +18,7 @@ from dist_ckpt._sharding.assign import WriteItem
 from dist_ckpt._sharding.table import LocalShards, local_shards
 from dist_ckpt._staging_pool.arena import Arena
 from dist_ckpt._staging_pool.copying import Copier
+from dist_ckpt.box import split_box
 from dist_ckpt.storage import open_store
 
 COUNTS = (5, 70_000, 1, 16_384, 1_000, 33_000, 0, 20_000, 300_000, 3)
@@ -43,7 +44,12 @@ def planned() -> tuple[LocalShards, list[PlannedFile]]:
         [ShardedTensor.from_rank_offsets(key, value) for key, value in tensors().items()]
     )
     infos = [shards.table[i] for i in range(len(shards))]
-    items = [WriteItem(i, info.box) for i, info in enumerate(infos) if info.box.numel]
+    items = [
+        WriteItem(i, box)
+        for i, info in enumerate(infos)
+        for box in split_box(info.box, 4, 300 << 10)
+        if box.numel
+    ]
     return shards, plan_files(infos, items, rank=0, thread_count=2)
 
 
@@ -92,13 +98,15 @@ def test_all_ways_to_write_agree_on_every_byte(tmp_path: Path, alignment: int) -
     expected = tensors()
     for file in files:
         data, end = written[file.name], 0
-        for placed in file.placed:
-            aligned = alignment if placed.frame.nbytes >= sizes.LARGE_NBYTES else sizes.ALIGNMENT
-            assert placed.payload % aligned == 0
-            assert not any(data[end : placed.position])
-            end = placed.position + placed.frame.total
-            loaded = torch.load(io.BytesIO(data[placed.position : end]), weights_only=True)
-            assert torch.equal(loaded, expected[placed.info.key])
+        for number, (frame, payload) in enumerate(zip(file.frames, file.payloads, strict=True)):
+            aligned = alignment if frame.nbytes >= sizes.LARGE_NBYTES else sizes.ALIGNMENT
+            assert payload % aligned == 0
+            start = payload - len(frame.head)
+            assert not any(data[end:start])
+            end = start + frame.total
+            loaded = torch.load(io.BytesIO(data[start:end]), weights_only=True)
+            box = file.items[number].box
+            assert torch.equal(loaded, expected[file.key_of(number)][box.slices()])
         assert end == len(data) == file.nbytes
 
 

@@ -26,7 +26,6 @@ from dist_ckpt._staging_pool.runs import Run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dist_ckpt._formats.torch_dist.layout import PlacedShard
     from dist_ckpt._sharding.table import LocalShards
     from dist_ckpt._staging_pool.arena import Arena
 
@@ -72,27 +71,37 @@ class FileImage:
         """
         for start, file in zip(self.starts, self.files, strict=True):
             end = 0
-            for placed in file.placed:
-                _put(arena, start + end, bytes(placed.position - end) + placed.frame.head)
-                tail = placed.payload + placed.frame.nbytes
-                _put(arena, start + tail, placed.frame.tail)
-                end = tail + len(placed.frame.tail)
+            for frame, payload in zip(file.frames, file.payloads, strict=True):
+                _put(arena, start + end, bytes(payload - len(frame.head) - end) + frame.head)
+                tail = payload + frame.nbytes
+                _put(arena, start + tail, frame.tail)
+                end = tail + len(frame.tail)
 
     def targets(self, arena: Arena) -> list[torch.Tensor]:
         """Return where in memory each payload goes, in the order of the files."""
-        return [
-            arena.view(start + placed.payload, placed.box.shape, dtype_from_name(placed.info.dtype))
-            for start, placed in self._placed()
-        ]
+        found = []
+        for start, file in zip(self.starts, self.files, strict=True):
+            items, table = file.items, file.table
+            dtypes = [dtype_from_name(name) for name in table.dtypes]
+            columns = (table.dtype[items.shard], items.ndim, items.sizes[1])
+            rows = zip(file.payloads, *(column.tolist() for column in columns), strict=True)
+            for payload, dtype, ndim, shape in rows:
+                found.append(arena.view(start + payload, tuple(shape[:ndim]), dtypes[dtype]))
+        return found
 
     def copies(
         self, targets: Sequence[torch.Tensor], shards: LocalShards, *, first: int = 0
     ) -> list[Copy]:
         """Return the copies that fill the payloads of ``shards``, from number ``first`` on."""
+        items = [
+            (file, number, shard)
+            for file in self.files
+            for number, shard in enumerate(file.items.shard.tolist())
+        ]
         return [
-            Copy(placed.view_in(shards), target, placed.info.key)
-            for (_, placed), target in zip(self._placed(), targets, strict=True)
-            if first <= placed.shard < len(shards)
+            Copy(file.view_in(shards, number), target, file.key_of(number))
+            for (file, number, shard), target in zip(items, targets, strict=True)
+            if first <= shard < len(shards)
         ]
 
     def runs(self) -> list[Run]:
@@ -127,11 +136,6 @@ class FileImage:
                     _put(arena, slot + filled, piece)
                     filled += piece.nbytes
             yield Run(number, begin, slot, filled)
-
-    def _placed(self) -> Iterator[tuple[int, PlacedShard]]:
-        for start, file in zip(self.starts, self.files, strict=True):
-            for placed in file.placed:
-                yield start, placed
 
 
 def _blocks(nbytes: int, largest: int) -> Iterator[tuple[int, int]]:

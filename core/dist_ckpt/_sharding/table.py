@@ -241,6 +241,14 @@ class LocalShards(Sequence[LocalShard]):
         data = self.data[index]
         return None if data is None else data.detach()
 
+    def part(self, index: int, box: Box) -> torch.Tensor:
+        """Return the elements of a box (global coordinates) that lies within a shard with data."""
+        view = self.view(index)
+        assert view is not None  # noqa: S101 - a plan gives work to holders of data only
+        if view.shape == box.shape:
+            return view
+        return view[box.relative_to(self.table[index].box).slices()]
+
     def __len__(self) -> int:
         """Return the number of shards."""
         return len(self.data)

@@ -29,50 +29,15 @@ if TYPE_CHECKING:
     from dist_ckpt._sharding.shard_info import ShardInfo
     from dist_ckpt._sharding.table import LocalShards
     from dist_ckpt._sharding.together import JobTable
-    from dist_ckpt.box import Box
 
 __all__ = [
     "ChunksOfJob",
-    "PlacedShard",
     "PlannedFile",
     "RankChunks",
     "data_file_name",
     "plan_files",
     "rank_chunks",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedShard:
-    """A box of one of this rank's shards, and its record's place in a file.
-
-    Attributes:
-        shard: Number of the shard.
-        info: Its description.
-        box: What is written of it, in global coordinates.
-        position: Where the record begins, in bytes.
-        frame: What stands around the payload.
-    """
-
-    shard: int
-    info: ShardInfo
-    box: Box
-    position: int
-    frame: RecordFrame
-
-    @property
-    def payload(self) -> int:
-        """Byte position of the first element in the file."""
-        return self.position + len(self.frame.head)
-
-    def view_in(self, shards: LocalShards) -> torch.Tensor:
-        """Return the box of this rank's data."""
-        view = shards.view(self.shard)
-        assert view is not None  # noqa: S101 - the plan gives work to holders of data only
-        if self.box == self.info.box:
-            return view
-        inside = self.box.relative_to(self.info.box)
-        return view[inside.slices()] if inside.shape else view
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,15 +72,18 @@ class PlannedFile:
         )
         return found
 
-    @cached_property
-    def placed(self) -> tuple[PlacedShard, ...]:
-        """What is in it, one by one."""
-        return tuple(
-            PlacedShard(
-                item.shard, self.table[item.shard], item.box, payload - len(frame.head), frame
-            )
-            for item, frame, payload in zip(self.items, self.frames, self.payloads, strict=True)
-        )
+    def key_of(self, number: int) -> str:
+        """Return the key of an item."""
+        return self.table.keys[int(self.table.key[self.items.shard[number]])]
+
+    def view_in(self, shards: LocalShards, number: int) -> torch.Tensor:
+        """Return the data of an item."""
+        if not self.is_whole[number]:
+            item = self.items[number]
+            return shards.part(item.shard, item.box)
+        view = shards.view(int(self.items.shard[number]))
+        assert view is not None  # noqa: S101 - the plan gives work to holders of data only
+        return view
 
 
 @dataclass(frozen=True, slots=True, eq=False)

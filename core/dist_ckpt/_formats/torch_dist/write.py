@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    import torch
-
     from dist_ckpt._formats.torch_dist.layout import PlannedFile
     from dist_ckpt._sharding.table import LocalShards
     from dist_ckpt.storage import Store
@@ -99,15 +97,11 @@ def _file_job(
             extents = extents_of(file, shards, check, at)
             found = store.write(file.name, extents, nbytes=file.nbytes)
         except CheckpointingException as error:
-            key = f" while writing {_key(file, at[-1])!r}" if at else ""
+            key = f" while writing {file.key_of(at[-1])!r}" if at else ""
             raise StorageError(f"{file.name}{key}: {error}") from error
         return WrittenFile(file.name, found)
 
     return write
-
-
-def _key(file: PlannedFile, number: int) -> str:
-    return file.table.keys[int(file.table.key[file.items.shard[number]])]
 
 
 class _Gathered:
@@ -192,20 +186,9 @@ def extents_of(
             gathered.put_memory(data.data_ptr(), nbytes)
         else:
             yield from gathered.taken()
-            view = _view(file, number, shards)
-            for offset, piece in pieces_for_write(view, scratch):
+            for offset, piece in pieces_for_write(file.view_in(shards, number), scratch):
                 yield Extent(payload + offset, host_bytes(piece))
             gathered.leave_out(nbytes)
         gathered.put(tail)
     yield from gathered.taken()
     at.clear()  # what fails from here on is of the whole file
-
-
-def _view(file: PlannedFile, number: int, shards: LocalShards) -> torch.Tensor:
-    item = file.items[number]
-    view = shards.view(item.shard)
-    assert view is not None  # noqa: S101 - the plan gives work to holders of data only
-    if file.is_whole[number]:
-        return view
-    inside = item.box.relative_to(file.table[item.shard].box)
-    return view[inside.slices()] if inside.shape else view

@@ -28,19 +28,9 @@ if TYPE_CHECKING:
 
     from dist_ckpt._formats.base import WriteJob
     from dist_ckpt._formats.zarr.plan import SharedCell
-    from dist_ckpt._sharding.assign import WriteItem
     from dist_ckpt.storage import Store
 
-__all__ = ["cell_bytes", "shared_cell", "view_of"]
-
-
-def view_of(job: WriteJob, item: WriteItem) -> torch.Tensor:
-    """Return a box of one of this rank's shards."""
-    view = job.shards.view(item.shard)
-    assert view is not None  # noqa: S101 - the plan gives work to holders of data only
-    if item.box.shape == view.shape:  # it lies in the shard
-        return view
-    return _inside(view, item.box, job.shards.table[item.shard].box)
+__all__ = ["cell_bytes", "shared_cell"]
 
 
 def cell_bytes(
@@ -88,7 +78,7 @@ def shared_cell(job: WriteJob, shared: SharedCell, store: Store) -> torch.Tensor
     cell = torch.empty(shared.box.shape, dtype=dtype_from_name(shared.array.dtype))
     fill_zero(cell)
     for item in shared.own:
-        copy_bits(_inside(cell, item.box, shared.box), view_of(job, item))
+        copy_bits(_inside(cell, item.box, shared.box), job.shards.part(item.shard, item.box))
     for received in shared.received:
         piece = torch.empty(received.box.shape, dtype=cell.dtype)
         extent = Extent(received.position, host_bytes(piece))

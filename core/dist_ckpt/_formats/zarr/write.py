@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from dist_ckpt._formats.base import WriteJob, WriteResult, Written
-from dist_ckpt._formats.zarr.cells import cell_bytes, shared_cell, view_of
+from dist_ckpt._formats.zarr.cells import cell_bytes, shared_cell
 from dist_ckpt._formats.zarr.grid import split_on_grid
 from dist_ckpt._formats.zarr.layout import shard_index, stored_extents
 from dist_ckpt._formats.zarr.metadata import array_metadata, encode_metadata, metadata_name
@@ -69,7 +69,7 @@ def pass_on_pieces(job: WriteJob) -> None:
     items: Sequence[WriteItem] = job.work.passed_on
     if not items:
         return
-    views = [view_of(job, item) for item in items]
+    views = [job.shards.part(item.shard, item.box) for item in items]
     nbytes = sum(view.numel() * view.element_size() for view in views)
     open_store(job.directory).write(pieces_name(job.rank), _extents(views), nbytes=nbytes)
 
@@ -188,9 +188,7 @@ class _Files:
 
     def whole(self, array: Array, item: WriteItem, box: Box) -> _File:
         """Return a cell that comes from one shard of this rank."""
-        return self._cell(
-            array, item.shard, box, lambda: view_of(self._job, WriteItem(item.shard, box))
-        )
+        return self._cell(array, item.shard, box, lambda: self._job.shards.part(item.shard, box))
 
     def shared(self, shared: SharedCell) -> _File:
         """Return a cell that is put together from this rank's shards and from other ranks'."""
