@@ -34,7 +34,7 @@ from dist_ckpt.errors import ConfigError
 from dist_ckpt.events import EventSink, emit_pruned
 from dist_ckpt.recovery import forget_owner, record_owner, sweep_once
 from dist_ckpt.serialization import all_processes, single_process
-from dist_ckpt.storage.local import make_directory
+from dist_ckpt.storage.trees import make_directory
 from dist_ckpt.training_state import TrainingState, save_training_state
 from dist_ckpt.types import Communicator, StateDict
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import CheckpointingException, CorruptedCheckpointError
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import is_directory
+from dist_ckpt.storage.paths import is_directory
 from dist_ckpt.storage.replace import replace_file
 from dist_ckpt.storage.sealed import parse_document
 

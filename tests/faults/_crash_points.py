@@ -28,7 +28,7 @@ from dist_ckpt.manager import CheckpointManager
 from dist_ckpt.recovery import latest, verify_checkpoint
 from dist_ckpt.retention import KeepLast
 from dist_ckpt.serialization import load_common_state_dict, load_plain_tensors
-from dist_ckpt.storage.local import fsync_directory
+from dist_ckpt.storage.trees import fsync_directory
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.testing.crashes import mark
 from dist_ckpt.training_state import TrainingState, remove_checkpoint, save_training_state

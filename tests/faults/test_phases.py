@@ -18,7 +18,7 @@ from dist_ckpt._formats.torch_dist import write as torch_dist
 from dist_ckpt._saving.plan import PlannedSave
 from dist_ckpt.errors import BarrierTimeoutError, CoordinationError, RankFailedError
 from dist_ckpt.storage import paths
-from dist_ckpt.storage.local import is_directory
+from dist_ckpt.storage.paths import is_directory
 from dist_ckpt.testing import ThreadWorld
 from dist_ckpt.types import Communicator
 from tests.faults._phases import (

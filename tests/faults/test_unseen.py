@@ -37,9 +37,10 @@ from dist_ckpt.derive import sharded_state_dict
 from dist_ckpt.dict_utils import nested_values
 from dist_ckpt.errors import AsyncSaveError, CoordinationError, StorageError
 from dist_ckpt.mapping import is_main_replica
-from dist_ckpt.storage import commit, local
+from dist_ckpt.storage import commit, local, trees
 from dist_ckpt.storage.commit import Attempt
-from dist_ckpt.storage.local import LocalWriter, make_directory
+from dist_ckpt.storage.local import LocalWriter
+from dist_ckpt.storage.trees import make_directory
 from dist_ckpt.testing.world import ThreadWorld
 from dist_ckpt.types import Communicator
 from lightning_dist_ckpt._pending import flip_link
@@ -89,7 +90,7 @@ def test_the_parent_of_a_new_directory_is_synced(
 ) -> None:
     """The name stands in the parent, for each of the missing ones."""
     synced: list[Path] = []
-    monkeypatch.setattr(local, "fsync_directory", synced.append)
+    monkeypatch.setattr(trees, "fsync_directory", synced.append)
     make_directory(tmp_path / "a" / "b")
     assert set(synced) == {tmp_path, tmp_path / "a"}
 
@@ -128,7 +129,7 @@ def test_each_rank_syncs_the_directories_of_its_files(
 
     def recorded(path: Path) -> None:
         synced["array" if path.name == "w" else path.suffix] += 1
-        local.fsync_directory(path)
+        trees.fsync_directory(path)
 
     monkeypatch.setattr(module, "fsync_directory", recorded)
 

@@ -23,7 +23,7 @@ from dist_ckpt import (
 )
 from dist_ckpt.storage import Extent, LocalStore
 from dist_ckpt.storage.base import checked_name
-from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.failures import storage_errors
 
 
 @pytest.fixture

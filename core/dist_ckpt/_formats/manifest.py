@@ -22,7 +22,7 @@ from dist_ckpt.errors import (
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
 from dist_ckpt.storage.checksums import ALGORITHM, BLOCK_NBYTES, FileSum, sum_of
-from dist_ckpt.storage.local import is_directory
+from dist_ckpt.storage.paths import is_directory
 from dist_ckpt.storage.sealed import has_seal, sealed, unsealed
 
 if TYPE_CHECKING:

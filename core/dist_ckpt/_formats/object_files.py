@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from dist_ckpt._formats.torch_dist.mcore import checked_shape
 from dist_ckpt._sharding.index import StoredBytes
 from dist_ckpt.errors import CorruptedCheckpointError
-from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.paths import entries_of
 from dist_ckpt.validation import shortened
 

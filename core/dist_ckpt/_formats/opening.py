@@ -35,8 +35,7 @@ from dist_ckpt.errors import (
     IncompleteCheckpointError,
 )
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import is_directory
-from dist_ckpt.storage.paths import exists, sizes_below
+from dist_ckpt.storage.paths import exists, is_directory, sizes_below
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:

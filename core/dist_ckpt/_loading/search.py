@@ -38,9 +38,16 @@ from dist_ckpt.storage.commit import (
     locate,
     put_back,
 )
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.leftovers import has_target, move_aside
-from dist_ckpt.storage.local import is_directory, storage_errors
-from dist_ckpt.storage.paths import absolute, entries_of, is_link_to_sibling, is_taken, stamp_of
+from dist_ckpt.storage.paths import (
+    absolute,
+    entries_of,
+    is_directory,
+    is_link_to_sibling,
+    is_taken,
+    stamp_of,
+)
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from dist_ckpt.errors import (
 )
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.commit import attempt_name, discard, locate
-from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.paths import is_empty, is_taken, kind_of
 from dist_ckpt.storage.trees import move_into, synced_files
 

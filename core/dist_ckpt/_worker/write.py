@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from dist_ckpt.errors import CoordinationError, StorageError
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
-from dist_ckpt.storage.local import fsync_directory, storage_errors
-from dist_ckpt.storage.trees import make_folder
+from dist_ckpt.storage.failures import storage_errors
+from dist_ckpt.storage.trees import fsync_directory, make_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

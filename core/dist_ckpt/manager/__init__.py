@@ -37,9 +37,8 @@ from dist_ckpt.options import LoadOptions, SaveOptions, checked_path
 from dist_ckpt.recovery import newest_good, sweep
 from dist_ckpt.serialization import StrictHandling, load
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import make_directory
 from dist_ckpt.storage.paths import absolute
-from dist_ckpt.storage.trees import make_temporary, remove_temporary
+from dist_ckpt.storage.trees import make_directory, make_temporary, remove_temporary
 from dist_ckpt.strategies.selection import chosen_save
 from dist_ckpt.training_state import (
     CheckpointView,

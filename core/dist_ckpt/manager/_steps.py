@@ -27,8 +27,8 @@ from dist_ckpt.errors import (
 from dist_ckpt.retention import CheckpointInfo
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.commit import locate
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.leftovers import move_aside
-from dist_ckpt.storage.local import storage_errors
 from dist_ckpt.storage.paths import is_file, is_taken, stamp_of
 from dist_ckpt.storage.sealed import sealed, unsealed
 from dist_ckpt.training_state import remove_checkpoint

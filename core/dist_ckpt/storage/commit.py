@@ -24,14 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from dist_ckpt.errors import StorageError
-from dist_ckpt.storage.local import (
-    fsync_directory,
-    is_directory,
-    make_directory,
-    storage_errors,
-)
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.owners import forget_owner, record_of, record_owner
-from dist_ckpt.storage.paths import absolute
+from dist_ckpt.storage.paths import absolute, is_directory
+from dist_ckpt.storage.trees import fsync_directory, make_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

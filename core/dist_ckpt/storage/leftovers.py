@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import CheckpointNotFoundError, StorageError
 from dist_ckpt.storage.commit import ASIDE_SUFFIX, attempt_prefix, locate, remove_tree
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.owners import OWNER_SUFFIX, Owner, forget_owner, owner_of, record_of
+from dist_ckpt.storage.trees import fsync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

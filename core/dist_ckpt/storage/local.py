@@ -1,9 +1,10 @@
 """Files of a local or mounted directory.
 
 Here: reading and writing at planned offsets, checksums on the way, fsync; the only module that
-opens data files, so a faster way to the disk replaces just this one. Not here: commit by rename
-(``storage.commit``). Called from transfer threads on every rank; rank 0 also writes the small
-documents. No torch: the process that writes in the background uses it too.
+opens data files, so a faster way to the disk replaces just this one. Not here: directories
+(``storage.trees``), commit by rename (``storage.commit``). Called from transfer threads on every
+rank; rank 0 also writes the small documents. No torch: the process that writes in the background
+uses it too.
 
 Below the root no link is followed, and only regular files are opened: a checkpoint from elsewhere
 must not lead out of its directory, nor keep a reader waiting at a pipe.
@@ -18,15 +19,11 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from dist_ckpt.errors import (
-    CheckpointingException,
-    CheckpointNotFoundError,
-    CorruptedCheckpointError,
-    StorageError,
-)
+from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage._writeback import Writeback, drop_pages
 from dist_ckpt.storage.base import checked_name
 from dist_ckpt.storage.checksums import BLOCK_NBYTES, BlockSums, FileSum, read_at
+from dist_ckpt.storage.failures import storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,16 +31,7 @@ if TYPE_CHECKING:
 
     from dist_ckpt.storage.base import Extent
 
-__all__ = [
-    "LARGE_NBYTES",
-    "LocalStore",
-    "drop_pages_of",
-    "fsync_directory",
-    "hint_of_errno",
-    "is_directory",
-    "make_directory",
-    "storage_errors",
-]
+__all__ = ["LARGE_NBYTES", "LocalStore", "drop_pages_of"]
 
 _MAX_IO_NBYTES = 1 << 30
 """read(2) and write(2) move at most 0x7ffff000 bytes a call on Linux; stay below it."""
@@ -312,86 +300,3 @@ def _read_all(fd: int, extent: Extent, path: Path | str) -> None:
                 hint="the file is truncated; use another checkpoint.",
             )
         view, position = view[done:], position + done
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in directory ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def is_directory(path: Path) -> bool:
-    """Whether a directory is there, or a link to one.
-
-    Raises:
-        StorageError: That cannot be told: it is not taken for "no".
-    """
-    with storage_errors("look at", path):
-        try:
-            return stat.S_ISDIR(path.stat().st_mode)
-        except ValueError:  # no name that a file can have
-            return False
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                return False
-            raise
-
-
-def make_directory(directory: Path) -> None:
-    """Make a directory and its missing parents, each name durable; nothing if it is there.
-
-    Raises:
-        StorageError: It cannot be made.
-    """
-    with storage_errors("create", directory):
-        missing = [one for one in (directory, *directory.parents) if not one.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
-        for one in missing:
-            fsync_directory(one.parent)
-
-
-_HINTS = {
-    errno.ENOSPC: "the disk is full; nothing of this save was committed.",
-    errno.EDQUOT: "the quota is used up; nothing of this save was committed.",
-    errno.EFBIG: "the file-size limit is reached; nothing of this save was committed.",
-    errno.EROFS: "the file system is read-only.",
-    errno.EACCES: "no permission.",
-    errno.EPERM: "no permission.",
-}
-
-
-def hint_of_errno(code: int) -> str | None:
-    """Return what a user can do about an error of the system, None if that is not known."""
-    return _HINTS.get(code)
-
-
-class storage_errors:  # noqa: N801 - used as a function; a generator takes longer than a small read
-    """Turn an ``OSError`` inside into the error of our tree that names action, path and errno.
-
-    Args:
-        action: What cannot be done then.
-        path: To what.
-    """
-
-    __slots__ = ("_action", "_path")
-
-    def __init__(self, action: str, path: Path | str) -> None:
-        """Remember both."""
-        self._action, self._path = action, path
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raise ours in place of an ``OSError``; what is ours already passes."""
-        if not isinstance(error, OSError) or isinstance(error, CheckpointingException):
-            return
-        told = f"cannot {self._action} {self._path}"
-        if isinstance(error, FileNotFoundError):
-            raise CheckpointNotFoundError(f"{told}: no such file.") from error
-        code = errno.errorcode.get(error.errno or 0, "?")
-        hint = hint_of_errno(error.errno or 0)
-        raise StorageError(f"{told}: {error.strerror} ({code}).", hint=hint) from error

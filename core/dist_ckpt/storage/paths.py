@@ -7,6 +7,7 @@ writes in the background uses it too.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from dist_ckpt.errors import StorageError
-from dist_ckpt.storage.local import is_directory
+from dist_ckpt.storage.failures import storage_errors
 
 __all__ = [
     "Entry",
@@ -25,6 +26,7 @@ __all__ = [
     "check_is_shared",
     "entries_of",
     "exists",
+    "is_directory",
     "is_empty",
     "is_file",
     "is_link",
@@ -106,6 +108,23 @@ def is_link(path: Path) -> bool:
 def is_link_to_sibling(path: Path) -> bool:
     """Whether a link is there that leads to another name in its own directory."""
     return path.is_symlink() and path.resolve().parent == path.parent.resolve()
+
+
+def is_directory(path: Path) -> bool:
+    """Whether a directory is there, or a link to one.
+
+    Raises:
+        StorageError: That cannot be told: it is not taken for "no".
+    """
+    with storage_errors("look at", path):
+        try:
+            return stat.S_ISDIR(path.stat().st_mode)
+        except ValueError:  # no name that a file can have
+            return False
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return False
+            raise
 
 
 def is_empty(directory: Path) -> bool:

@@ -12,7 +12,8 @@ import uuid
 from typing import TYPE_CHECKING
 
 from dist_ckpt.errors import CheckpointingException
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.failures import storage_errors
+from dist_ckpt.storage.trees import fsync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

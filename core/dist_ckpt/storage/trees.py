@@ -16,11 +16,13 @@ from pathlib import Path
 
 from dist_ckpt.errors import StorageError
 from dist_ckpt.storage.checksums import FileSum, sum_of_file
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.owners import forget_owner, record_owner
 
 __all__ = [
+    "fsync_directory",
     "link_files",
+    "make_directory",
     "make_folder",
     "make_folders",
     "make_parents",
@@ -29,6 +31,28 @@ __all__ = [
     "remove_temporary",
     "synced_files",
 ]
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in directory ``path`` durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and its missing parents, each name durable; nothing if it is there.
+
+    Raises:
+        StorageError: It cannot be made.
+    """
+    with storage_errors("create", directory):
+        missing = [one for one in (directory, *directory.parents) if not one.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        for one in missing:
+            fsync_directory(one.parent)
 
 
 def make_folder(path: Path) -> None:

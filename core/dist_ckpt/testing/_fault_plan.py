@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from dist_ckpt.errors import StorageError
-from dist_ckpt.storage.local import hint_of_errno
+from dist_ckpt.storage.failures import hint_of_errno
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -30,8 +30,9 @@ from dist_ckpt._sharding.shard_info import dtype_name
 from dist_ckpt._staging_pool.memory import Scratch, host_bytes, host_copy, pieces_for_write
 from dist_ckpt.errors import CheckpointingException, StorageError
 from dist_ckpt.storage import Extent, open_store
-from dist_ckpt.storage.local import fsync_directory, storage_errors
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.transfer import run_jobs
+from dist_ckpt.storage.trees import fsync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

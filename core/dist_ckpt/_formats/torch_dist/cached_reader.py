@@ -26,7 +26,7 @@ from dist_ckpt._formats.manifest import METADATA_FILE
 from dist_ckpt._formats.torch_dist.pickle_bounds import check_pickle
 from dist_ckpt.errors import CorruptedCheckpointError, UnsafeContentError
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.paths import Stamp, stamp_of
 
 if TYPE_CHECKING:

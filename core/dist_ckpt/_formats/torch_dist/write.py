@@ -15,8 +15,10 @@ from dist_ckpt._formats.torch_dist import sizes
 from dist_ckpt._staging_pool.memory import Scratch, host_bytes, is_plain_memory, pieces_for_write
 from dist_ckpt.errors import CheckpointingException, CoordinationError, StorageError
 from dist_ckpt.storage import Extent, open_store
-from dist_ckpt.storage.local import fsync_directory, is_directory, storage_errors
+from dist_ckpt.storage.failures import storage_errors
+from dist_ckpt.storage.paths import is_directory
 from dist_ckpt.storage.transfer import run_jobs
+from dist_ckpt.storage.trees import fsync_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

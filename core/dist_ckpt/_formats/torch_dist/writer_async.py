@@ -45,10 +45,10 @@ from dist_ckpt._formats.torch_dist.buckets import (
 from dist_ckpt._formats.torch_dist.cached_reader import metadata_name, read_metadata_file
 from dist_ckpt.errors import CheckpointingException, ConfigError, StorageError
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import make_directory
 from dist_ckpt.storage.page_cache import PagePolicy
 from dist_ckpt.storage.paths import exists
 from dist_ckpt.storage.replace import delete_quietly, publish_file
+from dist_ckpt.storage.trees import make_directory
 from dist_ckpt.validation import shortened
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dist_ckpt._formats.zarr.metadata import array_dtype
 from dist_ckpt._sharding.shard_info import dtype_name
 from dist_ckpt._staging_pool.memory import bits
 from dist_ckpt.errors import CorruptedCheckpointError, StorageError, UnknownStrategyError
-from dist_ckpt.storage.local import hint_of_errno
+from dist_ckpt.storage.failures import hint_of_errno
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -24,8 +24,8 @@ from dist_ckpt._sharding.table import ROLES, ShardTable
 from dist_ckpt.mapping import is_main_replica
 from dist_ckpt.storage import open_store
 from dist_ckpt.storage.base import checked_name
-from dist_ckpt.storage.local import fsync_directory, storage_errors
-from dist_ckpt.storage.trees import make_parents
+from dist_ckpt.storage.failures import storage_errors
+from dist_ckpt.storage.trees import fsync_directory, make_parents
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

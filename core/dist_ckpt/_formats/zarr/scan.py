@@ -16,7 +16,7 @@ from dist_ckpt._sharding.shard_info import dtype_from_name
 from dist_ckpt.box import Box
 from dist_ckpt.errors import CorruptedCheckpointError
 from dist_ckpt.storage import open_store
-from dist_ckpt.storage.local import storage_errors
+from dist_ckpt.storage.failures import storage_errors
 from dist_ckpt.storage.paths import entries_of
 from dist_ckpt.validation import shortened
 
