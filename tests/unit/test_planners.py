@@ -360,7 +360,7 @@ def test_a_tensor_too_large_to_be_framed_is_written_by_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is 4 GiB; here it is some bytes."""
-    monkeypatch.setattr("dist_ckpt._formats.torch_dist.buckets._MAX_FRAMED_NBYTES", 50)
+    monkeypatch.setattr("dist_ckpt._formats.torch_dist.sizes.MAX_RECORD_NBYTES", 50)
     write(tmp_path, {"small": torch.ones(2), "large": GRID.t()})
     assert_read(tmp_path, {"small": torch.ones(2), "large": GRID.t()})
 
