@@ -954,7 +954,9 @@ def test_nothing_is_left_when_a_script_ends(closes: bool, folder: Path) -> None:
 
     assert (done.returncode, done.stderr) == (0, "")
     assert not Path(f"/proc/{int(done.stdout)}").exists()
-    assert set(names(SHARED_MEMORY)) <= before
+    # `test_crash_points` works there too, maybe at the same time.
+    made = {name for name in names(SHARED_MEMORY) if not name.startswith("crashes-")}
+    assert made <= before
     assert torch.equal(CheckpointReader().read(folder / "c")[0]["x"], torch.ones(1000))
 
 
