@@ -1,14 +1,14 @@
 """Early writeback of a file that is being written, and dropping its pages once they are on disk.
 
-Here: ``Writeback``, which a writer calls for each run of bytes, and ``drop_pages``. Not here:
+Here: ``Writeback``, which a writer calls after each write, and ``drop_pages``. Not here:
 writing (``local``), whether pages are dropped (``storage.page_cache``). Any thread, one at a time
 for each file; no torch.
 
-The disk starts with the first run of bytes, so that fsync finds little left to do, and the number
-of dirty pages is bounded. If pages are dropped, a file takes no more than a window of the page
-cache: the cache keeps what others have in it, and the pages that are written next are those that
-were written before. New pages cost more than the bytes in them where a machine has to get them
-first: from other processes' files, or from its host.
+The disk starts with the first run of bytes, so that fsync has little left to do and the number of
+dirty pages is bounded. If pages are dropped, a file uses only a window of the page cache: pages of
+other files stay cached, and the same few pages are used again. A new page can cost more than the
+copy of its bytes, if the kernel has to reclaim it, or a virtual machine has to get it from its
+host.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from collections.abc import Callable
 __all__ = ["RUN_NBYTES", "WINDOW_RUNS", "Writeback", "drop_pages"]
 
 RUN_NBYTES = 4 << 20
-"""Bytes that are given to the disk at a time."""
+"""Bytes of one request for writeback."""
 
 WINDOW_RUNS = 8
-"""Runs that may be under way; who is further ahead waits for the oldest."""
+"""Requests that may be in progress; with more, the writer waits for the oldest."""
 
 _WAIT_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # SYNC_FILE_RANGE_*, linux/fs.h
 
 _UNSUPPORTED = frozenset(
     {errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM}
 )
-"""What a file system or a sandbox answers that has no such call: the file is left to fsync then."""
+"""Answers of a file system or sandbox without this call: then all is left to fsync."""
 
 
 class Writeback:
-    """Keeps the disk busy with a file while it is written.
+    """Starts writeback of a file while it is still being written.
 
     Args:
-        descriptor: The file, which stays the caller's.
-        keeps_pages: Whether what is on disk stays in the page cache, too.
+        descriptor: The file; the caller closes it.
+        keeps_pages: Whether pages stay in the page cache once they are on disk.
     """
 
     def __init__(self, descriptor: int, *, keeps_pages: bool = False) -> None:
         """Start with an empty file."""
         self._descriptor, self._keeps_pages = descriptor, keeps_pages
-        self._start = self._stop = 0  # of what the disk was not told of
+        self._start = self._stop = 0  # written, and not requested yet
         self._runs: deque[tuple[int, int]] = deque()
         self._is_on = True
 
     def note(self, start: int, stop: int) -> None:
-        """Take notice that bytes were written; what is not one behind the other is left to fsync.
+        """Note that bytes were written; bytes that are not consecutive are left to fsync.
 
         Raises:
-            OSError: The disk could not write what it was given before. Nobody else is told: the
-                kernel reports an error of writeback once.
+            OSError: An earlier request failed. It must fail the save here: the kernel reports a
+                writeback error once, and fsync may then succeed.
         """
         if start != self._stop:
             self._start = start
@@ -66,7 +66,7 @@ class Writeback:
             self._is_on = self._give()
 
     def _give(self) -> bool:
-        """Start to write a run, and finish the oldest one; False if the system cannot do that."""
+        """Request a run and wait for the oldest one; False if the system has no such call."""
         run = self._start, self._stop
         if not _ask(self._descriptor, *run, _WRITE):
             return False

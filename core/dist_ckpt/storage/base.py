@@ -29,22 +29,22 @@ class Extent:
 
 
 _PLAIN = re.compile(r"[A-Za-z0-9_%][!-.0-~ ]*(?:/[A-Za-z0-9_%][!-.0-~ ]*)*")
-"""Most names: parts of ASCII that begin like words; what these may not be needs no look."""
+"""Most names: plain ASCII parts, which need no further check."""
 
 
 class FileWriter(Protocol):
-    """A file under way. One thread at a time; it must end with ``finish`` or ``abandon``."""
+    """A file that is being written, by one thread at a time; ends by ``finish`` or ``abandon``."""
 
     def write_at(self, position: int, data: memoryview) -> None:
-        """Write bytes, which are a flat view; no byte twice. Nothing keeps ``data``."""
+        """Write a flat view of bytes; no byte twice. ``data`` is not kept after the call."""
         ...
 
     def finish(self) -> FileSum:
-        """Give the file its size and make it durable; return what it has become."""
+        """Set the file's size and make it durable; return its checksums."""
         ...
 
     def abandon(self) -> None:
-        """Let go of it, complete or not; may be called again, and after ``finish``."""
+        """Close it, complete or not; may be called again, and after ``finish``."""
         ...
 
 
@@ -63,7 +63,7 @@ class Store(Protocol):
         """Create ``name`` with ``nbytes`` bytes from ``extents`` and make it durable.
 
         Extents are taken one at a time, so an iterator may make each just before it is needed.
-        What is written is summed up in the same pass.
+        The checksums are computed in the same pass.
         """
         ...
 
@@ -93,9 +93,9 @@ class Store(Protocol):
 
 
 def held(store: Store, name: str) -> AbstractContextManager[None]:
-    """Let a store keep ``name`` open for what this thread reads of it inside, if it can.
+    """Keep ``name`` open for the reads of this thread inside, if the store can.
 
-    A store that has a method of this name is asked; all others open the file for each call.
+    A store without a method of this name opens the file for each call.
     """
     hold = getattr(store, "held", None)
     found: AbstractContextManager[None] = nullcontext() if hold is None else hold(name)
@@ -109,5 +109,5 @@ def checked_name(name: str) -> str:
     parts = name.split("/")
     if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"unsafe file name {name!r}")
-    os.fsencode(name)  # no name of a file, if it cannot be: UnicodeEncodeError is a ValueError
+    os.fsencode(name)  # raises UnicodeEncodeError, a ValueError, if no file can have this name
     return name

@@ -1,12 +1,12 @@
 """Checksums of files, block by block.
 
-Here: the algorithm, the sums of one file, and summing up while a file is written. Not here: where
-sums are kept (``_formats.manifest``), who compares them (``_formats.verification``). No torch: the
-process that writes in the background uses this too.
+Here: the algorithm, the checksums of one file, and computing them while a file is written. Not
+here: where they are stored (``_formats.manifest``), who compares them (``_formats.verification``).
+No torch: the process that writes in the background uses this too.
 
 XXH3 (64 bits, Yann Collet's xxHash 0.8) of each block of ``BLOCK_NBYTES``: it is faster than memory
 is copied, and a block is small enough that reading a part of a file reads little more to compare.
-It finds damage; whoever can write the checkpoint can write its checksums, too.
+It detects damage, not tampering: whoever can change a file can change its checksums too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FileSum:
     blocks: bytes
 
     def __post_init__(self) -> None:
-        """Refuse sums that are not of a file of this size.
+        """Refuse checksums that do not belong to a file of this size.
 
         Raises:
             ValueError: There are more or fewer blocks.
@@ -72,7 +72,7 @@ class FileSum:
         return struct.unpack_from(f"<{count}Q", self.blocks, number * _SUM.size)
 
     def extent(self, number: int) -> tuple[int, int]:
-        """Return the first byte of a block, and how many it has."""
+        """Return the position of a block in the file, and its size."""
         start = number * BLOCK_NBYTES
         return start, min(BLOCK_NBYTES, self.nbytes - start)
 
@@ -91,7 +91,7 @@ def sum_of(data: bytes | bytearray | memoryview) -> FileSum:
 
 
 def sum_of_file(path: Path) -> FileSum:
-    """Return the sums of a file as it can be read now.
+    """Return the checksums of a file, which is read for that.
 
     Raises:
         OSError: It cannot be read.
@@ -113,21 +113,21 @@ def _fill(read: Callable[[memoryview], int | None], buffer: memoryview) -> int:
 
 
 class BlockSums:
-    """Sums of a file that is being written, whatever the order of its pieces.
+    """Computes the checksums of a file while it is written, in whatever order.
 
-    Bytes of a block that come one behind the other are summed up as they come. A block that is
-    written in another order is read back when the file is complete.
+    Bytes of a block that are written consecutively are added as they come. A block that is written
+    in another order is read back when the file is complete.
     """
 
     def __init__(self) -> None:
-        """Know of no byte yet."""
+        """Start with no block."""
         self._sums: dict[int, tuple[int, int]] = {}  # block -> how many bytes, their checksum
         self._again: set[int] = set()
         self._open: xxh3_64 | None = None
         self._number, self._end = -1, -1
 
     def add(self, position: int, data: memoryview) -> None:
-        """Take bytes that are written at ``position``; never the same byte twice."""
+        """Add bytes that are written at ``position``; no byte may be written twice."""
         for number, inside, piece in _pieces(position, data):
             if piece.nbytes == BLOCK_NBYTES:
                 self._sums[number] = BLOCK_NBYTES, digest(piece)
@@ -151,11 +151,11 @@ class BlockSums:
         self._open, self._number, self._end = None, -1, -1
 
     def finish(self, nbytes: int, read: Callable[[int, int], bytes]) -> FileSum:
-        """Return the sums of the complete file.
+        """Return the checksums of the complete file.
 
         Args:
             nbytes: Its size.
-            read: Returns the bytes of the file at a position, so many.
+            read: Reads from the file; takes a position and a number of bytes.
         """
         self._close()
         blocks = []

@@ -1,4 +1,4 @@
-"""From an attempt to a checkpoint: written aside, made durable, renamed into place.
+"""From an attempt to a checkpoint: written beside the target, made durable, renamed into place.
 
 Here: the attempt directory, its publication by one rename, and where a reader looks. Not here: what
 the files mean. Runs on rank 0 alone; other ranks only write into the attempt directory.
@@ -52,12 +52,12 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Replace: TypeAlias = Literal["checkpoint", "any"]
-"""What a save may replace at its target: an older checkpoint only, or whatever stands there (files
-of a directory that no checkpoint wrote are kept beside the new one)."""
+"""What a save may replace at its target: only an older checkpoint, or anything. Files of a
+directory that belong to no checkpoint are kept beside the new one."""
 
 ATTEMPT_SUFFIX, ASIDE_SUFFIX, TRASH_SUFFIX = ".attempt", ".previous", ".trash"
-"""Of what a save writes, of what it replaces, of what is being removed. An attempt and what becomes
-of it have one stem, so that one record of the owner does for all."""
+"""Suffixes of what a save writes, of what it replaces, and of what is being removed. They share one
+stem, so that one record of the owner is enough."""
 
 _PREFIX = ".dist-ckpt-"
 _EXCHANGE = 2  # RENAME_EXCHANGE, linux/fs.h
@@ -67,7 +67,7 @@ _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM)
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One save under way: ``directory`` will become ``target``, or vanish."""
+    """A save that is not committed: ``directory`` will become ``target`` or be removed."""
 
     target: Path
     directory: Path
@@ -79,7 +79,7 @@ class Attempt:
 
         The directory must be on the target's file system. Its name is unique, so a dead attempt is
         never mistaken for this one and never has to be cleared first. Its owner is recorded beside
-        it. What fails here, an interrupt too, leaves neither behind.
+        it. If this fails or is interrupted, neither is left behind.
         """
         # The worker that publishes may have another working directory by now.
         target = absolute(target)
@@ -109,6 +109,8 @@ class Attempt:
                 there is the user's and is kept beside the new one.
         """
         with storage_errors("publish", self.target):
+            # The order is the law: first the names in the attempt are durable, then it is renamed,
+            # then the rename is durable. Nothing of the old checkpoint is removed before that.
             fsync_directory(self.directory)
             if self.target.is_dir() and not self.target.is_symlink():
                 _carry_over(self.target, self.directory, old_files)
@@ -126,11 +128,11 @@ class Attempt:
                 forget_owner(self.directory)
             forget_aside(self.target)
         except Exception:
-            # The new checkpoint is committed: a failure to tidy up is no failure of it.
+            # The new checkpoint is committed: what fails from here on must not fail the save.
             logger.warning("%s: what it replaced was not removed", self.target, exc_info=True)
 
     def abort(self) -> None:
-        """Remove the attempt; what cannot be removed has no marker and is believed by nobody."""
+        """Remove the attempt; what cannot be removed has no marker and is never read."""
         discard(self.target, self.directory)
 
 
@@ -147,9 +149,9 @@ def attempt_name(target: Path, checkpoint_id: str) -> str:
 
 
 def attempt_prefix(target: Path) -> str:
-    """Return how the names of this target's attempts begin.
+    """Return the prefix of the names of this target's attempts.
 
-    No name of a checkpoint is part of it: frameworks parse such names (``hpc_ckpt_*``,
+    The target's own name is not part of it: frameworks parse such names (``hpc_ckpt_*``,
     ``checkpoint*``, ``*.ckpt``) and list the directory.
     """
     digest = hashlib.sha256(os.fsencode(target.name)).hexdigest()
@@ -165,7 +167,7 @@ def locate(target: Path) -> Path:
 
 
 def forget_aside(target: Path) -> None:
-    """Remove what crashed saves left aside, which would come back once ``target`` is removed.
+    """Remove old checkpoints that crashed saves left aside; ``locate`` would find them otherwise.
 
     Raises:
         OSError: It cannot be removed.
@@ -175,7 +177,7 @@ def forget_aside(target: Path) -> None:
 
 
 def forget_trash(target: Path, directory: Path) -> None:
-    """Remove what a process that died had begun to remove, around an attempt's directory."""
+    """Remove what a dead process had begun to remove, beside the target or the attempt."""
     for parent in {target.parent, directory.parent}:
         for trash in parent.glob(f"{attempt_prefix(target)}*{TRASH_SUFFIX}"):
             shutil.rmtree(trash, ignore_errors=True)
@@ -184,9 +186,9 @@ def forget_trash(target: Path, directory: Path) -> None:
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a checkpoint, file or link so that at no instant half of it looks whole.
+    """Remove a checkpoint, file or link so that at no instant a part of it looks like a checkpoint.
 
-    A directory is renamed away first, durably: its name is gone at once, its files follow.
+    A directory is renamed first, durably, and its files are removed under the new name.
     """
     try:
         if path.is_symlink() or path.is_file():
@@ -194,7 +196,7 @@ def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
         elif path.is_dir():
             _remove_directory(path, ignore_errors=ignore_errors)
     except FileNotFoundError:
-        return  # another process was quicker
+        return  # another process has removed it
     except OSError:
         if not ignore_errors:
             raise
@@ -210,8 +212,8 @@ def _remove_directory(path: Path, *, ignore_errors: bool) -> None:
             record_owner(trash)
         path.rename(trash)
         if not is_ours or path.suffix != ATTEMPT_SUFFIX:
-            # A name that is believed must not come back, after a crash, with half of its files. An
-            # attempt is believed by nobody.
+            # After a crash the name must not come back with a part of its files. This matters only
+            # for names that readers look at, not for an attempt.
             fsync_directory(path.parent)
         shutil.rmtree(trash, ignore_errors=ignore_errors)
     finally:
@@ -220,7 +222,7 @@ def _remove_directory(path: Path, *, ignore_errors: bool) -> None:
 
 
 def _is_left(directory: Path, parent: Path) -> bool:
-    """Whether there is anything of an attempt yet: itself, what it replaced, or its remains."""
+    """Whether anything of an attempt is left: itself, what it replaced, or its remains."""
     places = {directory.parent, parent}
     suffixes = (ATTEMPT_SUFFIX, ASIDE_SUFFIX, TRASH_SUFFIX)
     return any(
@@ -229,7 +231,7 @@ def _is_left(directory: Path, parent: Path) -> bool:
 
 
 def asides_of(target: Path) -> list[Path]:
-    """Return what crashed saves have left aside of a target, the newest last.
+    """Return the old checkpoints of a target that crashed saves left aside, the newest last.
 
     Raises:
         StorageError: The folder cannot be listed.
@@ -249,9 +251,9 @@ def _mtime_ns(path: Path) -> int:
 
 
 def put_back(target: Path) -> bool:
-    """Give what a crash has left aside its name again; return whether it has it by now.
+    """Rename what a crash has left aside to its target; return whether the target exists.
 
-    For those who look for a checkpoint by its path: nothing fails for want of it.
+    For readers that look for a checkpoint by its path. A failure is only logged.
     """
     try:
         _recover(target)
@@ -289,7 +291,7 @@ def _replace(new: Path, target: Path) -> Path | None:
         except OSError as error:
             with suppress(FileNotFoundError):
                 aside.rename(target)
-            # Another process takes this for a crash, and has put the old one back.
+            # Another process took this for a crash and has put the old one back: try again.
             if is_last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         else:
@@ -355,7 +357,7 @@ def _carry_folder(
         else:
             _link_or_copy(entry.path, os.fspath(destination))
     if is_any and inside:
-        # The old folder is removed soon: what is kept must be as durable as the rest.
+        # The old folder is removed next: its files must be durable here first.
         fsync_directory(new / inside)
     return is_any
 

@@ -1,11 +1,12 @@
-"""What is left over: by processes that died, and of checkpoints that are damaged.
+"""Leftovers of dead processes, and damaged checkpoints.
 
-Here: removing what dead processes left, setting damaged checkpoints aside. Not here: whose it is
+Here: removing leftovers, setting damaged checkpoints aside. Not here: who owns a leftover
 (``storage.owners``), which checkpoint is damaged (``recovery``). Runs on one rank.
 
-The law: nothing is removed that anybody may still need. What is removed bears a temporary name that
-only this library gives, its owner is gone for sure, and nothing in it was touched for long. A
-``.previous`` whose target is missing is the checkpoint itself, and stays; so does ``.damaged``.
+The law: nothing is removed that may still be needed. Only entries are removed that have a temporary
+name of this library, whose owner has certainly ended, and in which nothing has changed for long. A
+``.previous`` whose target is missing is the only copy of a checkpoint and stays; so does
+``.damaged``.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ logger = logging.getLogger(__name__)
 DAMAGED_FILE = "damaged.json"
 _DAMAGED_SUFFIX = ".damaged"
 _OWNED = (".attempt", ".previous", ".trash", ".hooks")
-"""What one record may be of: an attempt, and what becomes of it and of what it replaces."""
+"""What may share one record: an attempt, what becomes of it, and what it replaces."""
 
 _DIRECTORY = re.compile(r"\.dist-ckpt-([0-9a-f]{10}-)?[0-9a-f]{12}\.(attempt|previous|trash|hooks)")
 _RECORD = re.compile(r"\.dist-ckpt-([0-9a-f]{10}-)?[0-9a-f]{12}\.owner")
 _ENTRY = re.compile(r"\..+\.[0-9a-f]{12}\.(link|part)")
-"""A link or a file under the name it has before it replaces another; the adapters make these."""
+"""A link or file under its temporary name, before it replaces another; made by the adapters."""
 
 
 def sweep_leftovers(folder: Path, *, older_than_secs: float, any_owner: bool) -> list[Path]:
@@ -50,9 +51,8 @@ def sweep_leftovers(folder: Path, *, older_than_secs: float, any_owner: bool) ->
 
     Args:
         folder: Where checkpoints or attempts are made; nothing happens if it is not there.
-        older_than_secs: What was touched since stays.
-        any_owner: Whether to remove what is old enough whoever made it: for those who know that no
-            other job works here.
+        older_than_secs: Entries that changed within this time stay.
+        any_owner: Whether to remove old entries of any owner; only if no other job uses the folder.
     """
     here, limit = Owner.here(), time.time() - older_than_secs
     removed = []
@@ -77,7 +77,7 @@ def _told(owner: Owner | None) -> str:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Yield what bears a temporary name of ours; records only where nothing else is left."""
+    """Yield the entries with a temporary name of ours; records only if nothing else is left."""
     try:
         names = sorted(os.listdir(folder))  # noqa: PTH208 - names are matched
     except OSError:
@@ -106,7 +106,7 @@ def _changes(path: Path) -> Iterator[float]:
         yield os.lstat(record_of(path)).st_mtime
     try:
         found = os.lstat(path)
-        # A rename changes no content: what was just put aside is old and yet new.
+        # A rename does not change the mtime, but the ctime: what was just put aside is not old.
         yield max(found.st_mtime, found.st_ctime if path.suffix == ASIDE_SUFFIX else 0.0)
         if path.is_symlink() or not path.is_dir():
             return
@@ -114,7 +114,7 @@ def _changes(path: Path) -> Iterator[float]:
             for name in (*folders, *files):
                 yield os.lstat(os.path.join(parent, name)).st_mtime  # noqa: PTH118 - of many
     except OSError:
-        yield float("inf")  # somebody is at it
+        yield float("inf")  # it is being changed
 
 
 def has_target(aside: Path) -> bool:
@@ -123,16 +123,16 @@ def has_target(aside: Path) -> bool:
 
 
 def _remove(path: Path) -> bool:
-    """Remove one leftover and its record; return whether it is gone by now, and by this."""
+    """Remove one leftover and its record; return whether this call has removed it."""
     try:
         if path.suffix == ASIDE_SUFFIX:
-            remove_tree(path)  # renamed first: half of it must not look whole
+            remove_tree(path)  # renames it first: a half of it must not look like a checkpoint
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
     except FileNotFoundError:
-        return False  # another process swept it
+        return False  # another process has removed it
     except OSError as error:
         logger.warning("%s was left behind and cannot be removed: %s", path, error)
         return False
@@ -142,10 +142,10 @@ def _remove(path: Path) -> bool:
 
 
 def move_aside(path: Path, reason: str) -> Path:
-    """Rename a damaged checkpoint so that nothing takes it for one; return where it is now.
+    """Rename a damaged checkpoint so that it is not taken for a good one; return its new path.
 
-    The rename is durable when this returns. What was wrong is told in ``damaged.json`` inside, if
-    that can be written.
+    The rename is durable when this returns. The reason is written into ``damaged.json`` inside, if
+    that is possible.
 
     Raises:
         CheckpointNotFoundError: Nothing is there.

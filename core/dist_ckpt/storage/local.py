@@ -6,8 +6,8 @@ opens data files, so a faster way to the disk replaces just this one. Not here: 
 rank; rank 0 also writes the small documents. No torch: the process that writes in the background
 uses it too.
 
-Below the root no link is followed, and only regular files are opened: a checkpoint from elsewhere
-must not lead out of its directory, nor keep a reader waiting at a pipe.
+Below the root no link is followed, and only regular files are opened: a checkpoint that somebody
+else made must not make a reader leave its directory, nor block it at a pipe.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["LARGE_NBYTES", "LocalStore", "drop_pages_of"]
 
 _MAX_IO_NBYTES = 1 << 30
-"""read(2) and write(2) move at most 0x7ffff000 bytes a call on Linux; stay below it."""
+"""Linux moves at most 0x7ffff000 bytes in one read or write call; this is less."""
 
 LARGE_NBYTES = 1 << 20
-"""The pages of smaller files are never dropped: there is little to win."""
+"""The pages of smaller files are never dropped: that would free little."""
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -48,12 +48,12 @@ class LocalStore:
 
     Args:
         root: The directory.
-        keeps_pages: Whether what is written stays in the page cache. What ``create`` writes always
-            does: documents are small, and the first that a load reads.
+        keeps_pages: Whether written pages stay in the page cache. Those of ``create`` always do:
+            documents are small, and a load reads them first.
     """
 
     def __init__(self, root: Path, *, keeps_pages: bool = False) -> None:
-        """Remember the root; nothing is opened yet."""
+        """Open nothing yet."""
         self._root, self._keeps_pages = root, keeps_pages
         self._prefix = f"{root}/"  # joining paths takes as long as opening a file
         self._folders: set[str] = set()  # of names, found to be real ones
@@ -133,7 +133,7 @@ class LocalStore:
         """Return the whole file ``name``."""
         path = self._text(name)
         with storage_errors("read", path), os.fdopen(self._open(name), "rb") as file:
-            # As much memory as there is to read, not as much as there may be.
+            # Allocate by the size of the file, not by the limit.
             nbytes = os.fstat(file.fileno()).st_size
             data = file.read(nbytes + 1) if nbytes <= max_nbytes else b""
         if max(nbytes, len(data)) > max_nbytes:
@@ -200,7 +200,7 @@ class LocalStore:
 
 
 class LocalWriter:
-    """A file under way, see ``storage.base.FileWriter``.
+    """A file that is being written, see ``storage.base.FileWriter``.
 
     Args:
         path: The file, which must not exist.
@@ -222,13 +222,13 @@ class LocalWriter:
         self._writeback = Writeback(self._descriptor, keeps_pages=self._keeps_pages)
 
     def write_at(self, position: int, data: memoryview) -> None:
-        """Write bytes (a flat view of them), and sum them up while they are at hand."""
+        """Write bytes (a flat view) and add them to the checksums in the same pass."""
         with storage_errors("write", self._path):
             done = 0
             while done < data.nbytes:
-                # A block at a time: it is still in the processor's cache when it is summed up, and
-                # the page cache takes small pages for it, of which it has more at hand. Nothing
-                # refers to lent memory when this has failed: the error may be kept.
+                # One block at a time: it is still in the processor's cache for the checksum, and
+                # the page cache uses small pages for it, which are easier to get. The view is
+                # released on an error too: a kept traceback must not keep the caller's memory.
                 count = BLOCK_NBYTES - (position + done) % BLOCK_NBYTES
                 with data[done : done + count] as piece:
                     _write_all(self._descriptor, position + done, piece)
@@ -237,10 +237,11 @@ class LocalWriter:
                     done += piece.nbytes
 
     def finish(self) -> FileSum:
-        """Cut or extend the file to its size, sync it and close it."""
+        """Set the file's size, sync it and close it."""
         with storage_errors("sync", self._path):
             os.ftruncate(self._descriptor, self._nbytes)
             found = self._sums.finish(self._nbytes, self._read)
+            # After the last change of data and size, and before pages are dropped.
             os.fsync(self._descriptor)
             if not self._keeps_pages:
                 drop_pages(self._descriptor)

@@ -1,11 +1,12 @@
-"""Whose a temporary directory is: a record beside it, so that others know when it is nobody's.
+"""Records which process owns a temporary directory, so that others can tell when it is abandoned.
 
-Here: the record of a process, and whether that process is gone for sure. Not here: what is swept
-(``storage.leftovers``). Written by the process that makes the directory, read by any. No torch: the
-process that writes in the background uses this too.
+Here: the record of a process, and whether that process has certainly ended. Not here: what is
+removed (``storage.leftovers``). Written by the process that makes the directory, read by any. No
+torch: the process that writes in the background uses this too.
 
-The record stands beside the directory, never in it: a directory is published as it is. It is made
-before the directory and removed after it, so that a crash leaves nothing without its owner.
+The record is a file beside the directory, never in it, because the directory is published as it is.
+It is made before the directory and removed after it, so that a crash leaves no directory without a
+record.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _STATE, _START = 0, 19  # fields 3 and 22 of /proc/{pid}/stat, counted behind th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A process, as others can recognise it.
+    """A process, described so that other processes can recognise it.
 
     Attributes:
         host: Name of its host.
-        boot: Which start of which kernel; empty if the system does not tell.
-        space: Where its number counts: containers have numbers of their own.
-        pid: Its number.
-        start: When it started, in ticks of the kernel: numbers are used again.
+        boot: The kernel's boot id; empty if unknown.
+        space: Its PID namespace: containers number processes on their own.
+        pid: Its process id.
+        start: When it started, in ticks of the kernel: process ids are used again.
         job: The job it belongs to, the same in all of its processes; empty if unknown.
     """
 
@@ -71,11 +72,12 @@ class Owner:
         )
 
     def is_gone(self, here: Owner) -> bool:
-        """Whether this process is gone for sure, as ``here`` can tell.
+        """Whether this process has certainly ended, judged from the process ``here``.
 
-        It is if the host was started anew, if its number is nobody's or somebody else's; or if this
-        is the same job in another place (host, container): it was started again there. Ask only of
-        leftovers that nobody has touched for long: processes of one job do live in several places.
+        It has if the host was restarted, or if its process id is free or belongs to another
+        process. It also counts as ended if ``here`` belongs to the same job in another place (host,
+        container), where the job was restarted. Processes of one job do run in several places, so
+        ask only about leftovers that have not been touched for long.
         """
         if self.boot == here.boot and self.space == here.space and self._is_host_of(here):
             return not _is_alive(self.pid, self.start)
@@ -99,9 +101,9 @@ def record_of(path: Path) -> Path:
 
 
 def record_owner(path: Path) -> None:
-    """Say that ``path``, which is about to be made, is this process's.
+    """Record that ``path``, which is about to be made, belongs to this process.
 
-    Never raises for the file system's sake: what has no record is never swept, no more than that.
+    A failure is only logged: a directory without a record is never removed as a leftover.
     """
     data = json.dumps(asdict(Owner.here())).encode()
     try:
@@ -117,7 +119,7 @@ def record_owner(path: Path) -> None:
 
 
 def forget_owner(path: Path) -> None:
-    """Remove the record of ``path``, which is gone or is no temporary directory any more."""
+    """Remove the record of ``path``, which was removed or published."""
     try:
         record_of(path).unlink(missing_ok=True)
     except OSError as error:
@@ -149,13 +151,13 @@ def _job() -> str:
 def _is_alive(pid: int, start: str) -> bool:
     """Whether the process with this number, started then, may still run."""
     if pid <= 0:
-        return True  # no process has such a number: nothing is known
+        return True  # not a process id: nothing is known
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # somebody else's
+        pass  # it exists, and belongs to another user
     except OverflowError:
         return True
     fields_now = _stat_of(pid)
@@ -170,7 +172,7 @@ def _start_of(pid: int) -> str:
 
 
 def _stat_of(pid: int) -> list[str]:
-    # The name in parentheses may hold blanks and parentheses.
+    # The second field, the name in parentheses, may itself contain blanks and parentheses.
     return _line_of(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 

@@ -34,7 +34,7 @@ def should_keep(
     Args:
         choice: ``SaveOptions.page_cache``.
         nbytes: Bytes that this rank writes.
-        available: Bytes of memory that a process of this host can still allocate; None if unknown.
+        available: Bytes of memory that a process on this host can still allocate; None if unknown.
         num_writers: Ranks of this host that write: they share the memory.
     """
     if choice != "auto":
