@@ -165,10 +165,10 @@ def _later(call: SaveCall) -> AsyncRequest:
 
 
 def _staged(save: SaveInSteps) -> Callable[[], None]:
-    """Copy what a planned save writes; return what writes it. Never raises: the commit tells."""
+    """Copy what a planned save writes; return what writes it. The commit raises what fails here."""
     try:
         write = staged_write(save)
-    except Exception as error:  # noqa: BLE001 - told to all ranks by the commit
+    except Exception as error:  # noqa: BLE001 - raised on all ranks by the commit
         save.written = Outcome(error=error)
         return save.write
     if write is None:
@@ -232,7 +232,7 @@ def load(  # noqa: PLR0917 - the lineage's signature
     options = options or LoadOptions()
     comm = communicator or default_communicator(timeout_secs=options.timeout_secs)
 
-    # What is no path or no flag on one rank is told to all.
+    # A wrong path or flag on one rank is raised on every rank.
     arguments = lambda: (checked_path(checkpoint_dir), parse_strict_flag(strict))  # noqa: E731
     contents = open_together(path_to_tell(checkpoint_dir), comm, options, check=arguments)
     policy = StrictPolicy.of(parse_strict_flag(strict))

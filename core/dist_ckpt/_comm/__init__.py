@@ -1,9 +1,9 @@
-"""The one door to other ranks: exception-robust exchanges that name who failed or is missing.
+"""Exchanges between ranks: a failure on one is raised on all, and missing ranks are named.
 
 Here: communicators and the choice of one. Not here: what is exchanged (``validation``,
 ``_sharding``, ``storage.commit``). Called on all ranks alike, from the thread that saves or loads.
 
-Imported on first use: ``_comm.failures`` serves processes that never import torch, too.
+Submodules are imported on first use: processes that never import torch use ``_comm.failures``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["SingleCommunicator", "default_communicator", "group_communicator", "
 
 
 def __getattr__(name: str) -> Any:
-    """Import the home of ``name`` and return it."""
+    """Import the module that has ``name`` and return the name's value."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    """Return the names of this door."""
+    """Return the public names."""
     return sorted(__all__)

@@ -1,6 +1,6 @@
-"""What a rank raised, carried to the other ranks and raised there again.
+"""Errors of one rank as text, and one error for all ranks made from them.
 
-Here: pure functions between exceptions and ``RankFailure``. Not here: the wire.
+Here: pure functions between exceptions and ``RankFailure``. Not here: sending them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["describe_failure", "merged_error"]
 
 
 def describe_failure(error: BaseException) -> RankFailure:
-    """Return ``error`` as plain text that pickles anywhere."""
+    """Return ``error`` as plain text, which can be pickled and unpickled in any process."""
     kind = error.kind if isinstance(error, CheckpointingException) else ErrorKind.UNKNOWN
     message = str(error) or repr(error)
     return RankFailure(

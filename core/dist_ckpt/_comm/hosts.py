@@ -1,6 +1,6 @@
-"""Under which names other ranks may reach this one.
+"""Names under which other ranks may reach the host of this rank.
 
-Here: that list. Not here: who listens there. Local.
+Here: that list. Not here: the server (``_worker.hub``). Local.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["hosts_of_this_rank"]
 
 
 def hosts_of_this_rank() -> list[str]:
-    """Return host names and addresses, best first.
+    """Return host names and addresses, the most likely one first.
 
-    ``MASTER_ADDR`` is where the job's ranks meet, as a rule on the host of rank 0. Whoever connects
-    asks for a token, so that a name that leads elsewhere does no harm.
+    ``MASTER_ADDR`` is usually the host of rank 0. A wrong name does no harm: clients and server
+    prove to each other that they know the job's token.
     """
     names = [os.environ.get("MASTER_ADDR", ""), socket.gethostname()]
     with suppress(OSError):

@@ -1,9 +1,10 @@
-"""One step of one rank, as all ranks hear of it: its value, or the error that it raised.
+"""The outcome of a step on one rank (a value or an error), and exchanges of outcomes.
 
-Here: ``Outcome``, and exchanges that take one. Not here: how ranks meet (``types.Communicator``).
+Here: ``Outcome``, ``attempt``, and the exchanges. Not here: how ranks communicate
+(``types.Communicator``).
 
 A step that may fail on one rank alone is run by ``attempt`` first; the exchange after it then
-raises on every rank, or returns on every rank. What is handed on stands in the arguments.
+raises on every rank, or returns on every rank. What a later step needs is passed as a value.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """A value, or why there is none."""
+    """A value, or the error that was raised instead."""
 
     value: T | None = None
     error: BaseException | None = None

@@ -1,11 +1,11 @@
-"""Ranks that meet in a TCP store again and again, from processes of their own.
+"""The rendezvous of processes without a process group, in a TCP store.
 
-Here: where to meet, and ``Rendezvous``. Not here: one exchange (``_comm.store``). For processes
-without a process group: the checkpoint processes of a job, or its ranks before there is a group.
+Here: where the processes meet, and ``Rendezvous``. Not here: one exchange (``_comm.store``). Used
+by the checkpoint processes of a job, and by its ranks before there is a process group.
 
-Each save is a sequence of exchanges of its own, with a number. A rank that cannot take part says so
-(``give_up``), and whoever waits for it in that save is told at once. What is left of a failed save
-does not reach the next.
+Each save has a number and a sequence of exchanges of its own, so that keys of a failed save do not
+reach the next. A rank that cannot take part reports it (``give_up``), which ends the waits of the
+others in that save at once.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def open_store(point: RendezvousPoint, *, serves: bool = False, use_libuv: bool 
 
 
 def find_rendezvous(*, rank: int, size: int, timeout_secs: float) -> tuple[RendezvousPoint, Any]:
-    """Return where the processes of all ranks can meet, and the store there. Collective.
+    """Return where the processes of all ranks can meet, and the store. Collective.
 
-    That is the job's own TCP store: the one of the default process group, or at MASTER_ADDR and
-    MASTER_PORT. For a group that meets elsewhere (in a file), rank 0 serves one.
+    This is the job's own TCP store: the one of the default process group, or at MASTER_ADDR and
+    MASTER_PORT. For a group with another store (a file), rank 0 serves one.
 
     Returns:
         The place and the store, which must be kept: this process may be the one that serves it.
@@ -144,7 +144,7 @@ def _serve_on_first(comm: Communicator, found: dict[str, Any]) -> tuple[Rendezvo
 
 
 class Rendezvous:
-    """The ranks of one rendezvous point, in a store that they share.
+    """The ranks of one rendezvous point, and the store that they share.
 
     Args:
         store: The store.
@@ -162,7 +162,7 @@ class Rendezvous:
         """Return the communicator of save ``number``; one save, one number, equal on all ranks."""
         if number not in self._joined:
             self._joined.append(number)
-            # Whoever is in this save has left the one before last: nobody reads of that any more.
+            # A rank in this save has left the one before last: no rank reads keys of that again.
             self._forget(self._joined[:-2])
             self._joined = self._joined[-2:]
         name = f"{self._name}/{number}"
@@ -172,12 +172,12 @@ class Rendezvous:
         )
 
     def give_up(self, number: int, reason: str) -> None:
-        """Tell all who wait in save ``number`` that this rank takes no (further) part in it."""
+        """End the waits of all ranks in save ``number``: this rank takes no further part in it."""
         text = f"rank {self._rank} gave up the save: {reason}"
         self._store.set(f"{self._name}/{number}/gave_up", text)
 
     def leave(self, number: int) -> None:
-        """Say that this rank has heard all it has to hear of save ``number``."""
+        """Report that this rank has read all that it needs of save ``number``."""
         self._store.set(f"{self._name}/{number}/left/{self._rank}", "")
 
     def wait_until_left(self, number: int, timeout_secs: float) -> bool:

@@ -16,7 +16,7 @@ __all__ = ["SingleCommunicator"]
 
 
 class SingleCommunicator:
-    """One rank of one; errors of callbacks pass through as they are."""
+    """The only rank of a job; errors of callbacks are raised unchanged."""
 
     rank = 0
     size = 1

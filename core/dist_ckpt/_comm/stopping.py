@@ -1,8 +1,8 @@
-"""At which poll a request to stop counts, so that all ranks stop after the same step.
+"""Agreement of all ranks on the poll at which they stop, so that all stop after the same step.
 
 Here: ``Agreement``, one for each rank, with its thread. Not here: signals, and what a poll is
-(``preemption``). The thread makes no collective of a backend: it talks to the other ranks through
-the job's store, and looks there now and then for as long as nobody has asked for anything.
+(``preemption``). The thread calls no collective of a process group: it posts and reads notes in the
+job's store, and polls it for requests of other ranks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_LOOK_SECS = 0.1
 _LOOKS_A_SECOND = 4000
-"""How many looks of all ranks together the store may get in a second."""
+"""Most requests a second that all ranks together make to the store."""
 
 _COUNTING_SHARE, _VERDICT_SHARE = 0.25, 0.35
-"""Parts of the grace in which rank 0 must know how far all are, and all others its verdict."""
+"""Parts of the grace: rank 0 must have all counts by the first, the others its verdict by the
+second."""
 
 _NAP_SECS = 0.02
 
 _CLOSE_SECS = 5.0
-"""More than one exchange with a store that answers takes."""
+"""Longer than one request to a store that answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,16 +55,16 @@ class Agreement:
     """One rank's part in finding the first poll that no rank has passed.
 
     Args:
-        comm: The ranks, in a sequence of exchanges of their own.
-        counts: This rank.
-        grace_secs: How long a job may go on that was asked to stop.
+        comm: The ranks; nothing else may use this communicator.
+        counts: Callbacks into this rank.
+        grace_secs: How long a job may run after it was asked to stop.
 
     Attributes:
         stop_at: The number of the poll at which all ranks stop; None if they have not agreed.
     """
 
     def __init__(self, comm: StoreCommunicator, counts: PollCounts, grace_secs: float) -> None:
-        """Start to look for requests."""
+        """Start the thread that looks for requests."""
         self._comm, self._counts, self._grace_secs = comm, counts, grace_secs
         self._look_secs = min(max(_SHORTEST_LOOK_SECS, comm.size / _LOOKS_A_SECOND), grace_secs / 8)
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -73,11 +74,11 @@ class Agreement:
         self._thread.start()
 
     def request(self, signum: int) -> None:
-        """Ask all ranks to stop. Takes no lock: a signal's handler may call it."""
+        """Ask all ranks to stop. Takes no lock, so that a signal handler may call it."""
         self._requests.put(signum)
 
     def wait(self) -> None:
-        """Wait until it is known when to stop, or that ranks did not agree. Bounded."""
+        """Wait until the poll is agreed on or agreement has failed; at most a part of the grace."""
         self._settled.wait(self._grace_secs * _VERDICT_SHARE + 2 * self._look_secs)
 
     def close(self) -> None:
@@ -101,7 +102,7 @@ class Agreement:
             self._settled.set()
 
     def _requested(self) -> int | None:
-        """Return the signal once some rank was asked to stop; None if this is closed before."""
+        """Return the signal once a rank was asked to stop; None if this is closed first."""
         while not self._closing.is_set():
             try:
                 signum = self._requests.get(timeout=self._look_secs)
@@ -118,7 +119,9 @@ class Agreement:
         try:
             self._comm.post_note("asked", signum)
         except Exception:
-            self._counts.on_request(signum)  # this rank knows it all the same
+            self._counts.on_request(
+                signum
+            )  # this rank was asked itself, and stops also without the others
             raise
 
     def _agreed(self) -> int | None:
@@ -128,7 +131,7 @@ class Agreement:
         if comm.rank == 0:
             verdict = self._collected(began + self._grace_secs * _COUNTING_SHARE, passed)
             comm.post_note("verdict", verdict)
-        elif self._hears("verdict", began + self._grace_secs * _VERDICT_SHARE):
+        elif self._arrives("verdict", began + self._grace_secs * _VERDICT_SHARE):
             verdict = comm.read_note("verdict")
         else:
             verdict = self._missing([0])
@@ -138,16 +141,16 @@ class Agreement:
         return int(verdict)
 
     def _collected(self, deadline: float, passed: int) -> int | str:
-        """Return the first poll that no rank has passed, or who did not tell. Rank 0."""
+        """Return the first poll that no rank has passed, or what says who is missing. Rank 0."""
         most, missing = passed, []
         for rank in range(1, self._comm.size):
-            if self._hears(f"passed/{rank}", deadline):
+            if self._arrives(f"passed/{rank}", deadline):
                 most = max(most, self._comm.read_note(f"passed/{rank}"))
             else:
                 missing.append(rank)
         return self._missing(missing) if missing else most + 1
 
-    def _hears(self, key: str, deadline: float) -> bool:
+    def _arrives(self, key: str, deadline: float) -> bool:
         while not self._comm.has_note(key):
             if time.monotonic() >= deadline or self._closing.wait(_NAP_SECS):
                 return False

@@ -1,10 +1,10 @@
 """A communicator over a key-value store (``torch.distributed.Store``): TCPStore, HashStore, ...
 
 Here: the exchange and its timeouts. Not here: which store and which ranks (``_comm.torch_dist``).
-No collective of a backend is used: nothing to deadlock with training's own, no accelerator memory,
-and a rank that does not come can be named.
+No collective of a process group is used: it could deadlock with those of training, takes
+accelerator memory, and cannot name a rank that does not arrive.
 
-Values are pickled by this process's peers of the same job, never read from a checkpoint.
+Values are pickled by ranks of the same job, never read from a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ __all__ = ["StoreCommunicator"]
 logger = logging.getLogger(__name__)
 
 _SHORTEST_NAP_SECS, _LONGEST_NAP_SECS = 0.0005, 0.25
-"""Between two looks into the store; a nap lasts 5 % of what was waited for before."""
+"""Between two polls of the store; a nap is 5 % of the time waited so far."""
 
 _GRACE_SECS = 30.0
 """How much longer the others wait than rank 0, so that its verdict reaches them first."""
 
 _LEAVE_SECS = 30.0
-"""How long rank 0 waits for ranks that have not read the verdict: they may be stopped or dead."""
+"""How long rank 0 waits for ranks that have not read the verdict; they may be suspended or dead."""
 
 
 class StoreCommunicator:
-    """Ranks that meet in a store.
+    """Ranks that communicate through a store.
 
     Args:
         store: Shared by all ranks of this communicator.
         rank: This process's rank, 0 to ``size - 1``.
         size: Number of ranks.
-        name: Prefix of the keys; one name, one sequence of exchanges.
+        name: Prefix of the keys. Each name has a sequence of exchanges of its own.
         timeout_secs: How long a rank waits for the others in one exchange.
-        stop: If it is set, waiting ends with a ``CoordinationError``.
+        stop: Once it is set, waits end with a ``CoordinationError``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class StoreCommunicator:
         timeout_secs: float,
         stop: threading.Event | None = None,
     ) -> None:
-        """Remember the store; nothing is exchanged yet."""
+        """Exchange nothing yet."""
         self._store, self._rank, self._size = store, rank, size
         self._name, self._timeout_secs, self._stop = name, timeout_secs, stop
 
@@ -120,9 +120,9 @@ class StoreCommunicator:
         return self._wait(key, 0.0)
 
     def number_of(self, what: str) -> int:
-        """Return how often this rank has called this for ``what``: alike on ranks that act alike.
+        """Return how often this rank has called this for ``what``; equal on ranks that act alike.
 
-        Not collective. For what comes and goes with a name of its own on all ranks.
+        Not collective. Gives objects that are made again and again a name that all ranks share.
         """
         with self._reaching():
             return int(self._store.add(f"{self._name}/number/{what}/{self._rank}", 1))
@@ -157,7 +157,7 @@ class StoreCommunicator:
         try:
             value, error = _attempt(local)
         except BaseException as interrupt:
-            # Ctrl-C or an exit: the others are told now, and nobody is waited for.
+            # Ctrl-C or an exit: report it to the others and wait for none of them.
             self._report_interrupt(phase, number, describe_failure(interrupt))
             raise
         failure = None if error is None else describe_failure(error)
@@ -179,10 +179,10 @@ class StoreCommunicator:
             self._set(f"{number}/in/{self._rank}", (phase, value, failure))
             try:
                 verdict = self._await_verdict(phase, number)
-                if not isinstance(verdict, _Missing):  # else others still check who has arrived
+                if not isinstance(verdict, _Missing):  # then others still read who has arrived
                     self._forget(number)
             finally:
-                self._leave(number)  # the last touch: from here on the store may be gone
+                self._leave(number)  # the last access: after this the store may be gone
         if isinstance(verdict, _Missing):
             raise BarrierTimeoutError(verdict.message)
         if isinstance(verdict, _Disagreement):
@@ -194,7 +194,7 @@ class StoreCommunicator:
         return verdict.result
 
     def _report_interrupt(self, phase: str, number: int, failure: RankFailure) -> None:
-        # The interrupt itself is raised, also if nobody can be told of it.
+        # The interrupt itself is raised, also if the store is gone.
         with contextlib.suppress(CoordinationError):
             if self._rank == 0:
                 self._publish(number, self._packed(_Failed({0: failure}), scatter=False))
@@ -203,8 +203,8 @@ class StoreCommunicator:
                 self._leave(number)
 
     def _next_exchange(self) -> int:
-        # The counter lives in the store, one for each rank: communicators may come and go, and
-        # ranks that skipped an exchange meet in different numbers, time out, and are named.
+        # The counter is in the store, one for each rank: communicators may be made again, and a
+        # rank that skipped an exchange has another number, so it is found missing and named.
         with self._reaching():
             return int(self._store.add(f"{self._name}/calls/{self._rank}", 1))
 
@@ -236,7 +236,7 @@ class StoreCommunicator:
         return _Failed(failures) if failures else values
 
     def _packed(self, verdict: _Verdict, *, scatter: bool) -> list[bytes]:
-        """Return what each of the other ranks is told, pickled."""
+        """Return the pickled verdict for each of the other ranks."""
         if not (scatter and isinstance(verdict, _Done)):
             return [pickle.dumps(verdict)] * (self._size - 1)
         if len(verdict.result) != self._size:
@@ -246,7 +246,7 @@ class StoreCommunicator:
     def _publish_any(
         self, number: int, verdict: _Verdict, *, scatter: bool
     ) -> tuple[_Verdict, Exception | None]:
-        """Tell the others; a result that cannot travel is a failure, of which they are told."""
+        """Send the verdict; a result that cannot be pickled becomes a failure on every rank."""
         packed, error = _attempt(lambda: self._packed(verdict, scatter=scatter))
         if error is not None:
             verdict = _Failed({0: describe_failure(error)})
@@ -276,10 +276,10 @@ class StoreCommunicator:
         )
 
     def _leave(self, number: int) -> None:
-        """Report to rank 0 that this rank needs nothing more of an exchange.
+        """Report to rank 0 that this rank has read the verdict of an exchange.
 
-        Rank 0 may host the store, and may end as soon as it has seen this. From here on the store
-        may disappear, which is not a failure of an exchange whose verdict is known.
+        Rank 0 may host the store and may end as soon as it sees this. A store that is gone by then
+        does not fail an exchange whose verdict is known.
         """
         with contextlib.suppress(CoordinationError), self._reaching():
             self._store.add(f"{self._name}/{number}/left", 1)
@@ -291,10 +291,10 @@ class StoreCommunicator:
             self._store.delete_key(f"{self._name}/{number}/out/{self._rank}")
 
     def _stay_for_readers(self, phase: str, number: int, verdict: _Verdict) -> None:
-        """Return when all participating ranks have read the verdict. Rank 0.
+        """Wait until all participating ranks have read the verdict. Rank 0.
 
-        The law: a verdict never depends on a rank that has returned, and rank 0 may host the store.
-        Ranks that do not read it in time are named in the log; the verdict stands.
+        A verdict must not depend on a rank that has returned, and rank 0 may host the store. Ranks
+        that do not read it in time are named in the log; the verdict does not change.
         """
         key = f"{self._name}/{number}/left"
         num_readers = self._size - 1 - verdict.num_missing
@@ -321,8 +321,8 @@ class StoreCommunicator:
         """Poll until ``is_there`` returns True; return whether it did in time."""
         started = time.monotonic()
         with self._reaching():
-            # Asked for again and again: a store that blocks would not let Python see Ctrl-C or
-            # SIGTERM, and complains of each time-out on its own.
+            # Polled, not waited for: a wait inside of the store keeps Python from seeing Ctrl-C and
+            # SIGTERM, and the store logs each of its time-outs.
             while not is_there():
                 waited = time.monotonic() - started
                 if waited >= timeout_secs:
@@ -338,7 +338,7 @@ class StoreCommunicator:
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
-        """Raise our error if the store cannot be reached."""
+        """Raise ``CoordinationError`` if the store cannot be reached."""
         from torch.distributed import DistError  # noqa: PLC0415 - keeps this module light
 
         try:
@@ -352,7 +352,7 @@ class StoreCommunicator:
     def _set(self, key: str, value: object) -> None:
         try:
             data = pickle.dumps(value)
-        except Exception as error:  # noqa: BLE001 - whatever pickling raises is told to rank 0
+        except Exception as error:  # noqa: BLE001 - whatever pickling raises is reported to rank 0
             phase = value[0] if isinstance(value, tuple) else key
             data = pickle.dumps((phase, None, describe_failure(error)))
         with self._reaching():
@@ -361,12 +361,12 @@ class StoreCommunicator:
     def _get(self, key: str) -> Any:
         with self._reaching():
             data = self._store.get(f"{self._name}/{key}")
-        # Peers of this job only: the store is theirs, and never holds bytes of a checkpoint.
+        # Only ranks of this job write to the store, and never bytes of a checkpoint.
         return pickle.loads(data)  # noqa: S301
 
 
 class _Verdict:
-    """What rank 0 tells the others at the end of an exchange."""
+    """What rank 0 sends to the others at the end of an exchange."""
 
     result: Any = None
     num_missing = 0
@@ -393,7 +393,7 @@ class _Disagreement(_Verdict):
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """Return the result of ``call`` or what it raised; either goes to the other ranks."""
+    """Return the result of ``call``, or the error that it raised."""
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001 - raised again on every rank after the exchange

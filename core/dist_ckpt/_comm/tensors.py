@@ -1,11 +1,11 @@
-"""Tensors and objects on their way from rank to rank of a group.
+"""Moves tensors and objects between the ranks of a group.
 
-Here: who a group's ranks are, what they agree to move, and three ways to move it in bounded
-buffers. Not here: who gives what (``exchange_utils``), exchanges of small values (``_comm``).
+Here: what the ranks agree to move, and three ways to move it in bounded buffers. Not here: which
+rank gives what (``exchange_utils``), exchanges of small values (``_comm.store``).
 
-Ranks agree on all that will be moved through the store of the group before any tensor moves, so a
-rank that cannot take part fails all of them instead of leaving them to wait. What fails on one
-while tensors move is told to all behind it. Called from the thread that saves or loads.
+Before any tensor moves, the ranks agree on all that will move, through the store of the group: a
+rank that cannot take part fails all of them, instead of leaving them to wait in a collective. A
+failure while tensors move is exchanged afterwards. Called from the thread that saves or loads.
 """
 
 from __future__ import annotations
@@ -52,30 +52,31 @@ MAX_IN_FLIGHT_NBYTES = 256 << 20
 """Most bytes of transfer buffers on one rank at a time, whatever the tensors' size."""
 
 _VERDICT_SECS, _WHO_IS_GONE_SECS = 300.0, 5.0
-"""How long ranks wait for each other behind the moving, as it ends at about the same time on all;
-and one that broke off, to find out who is not there any more."""
+"""How long ranks wait for each other after the transfer, which ends on all at about the same time;
+and how long a rank whose transfer failed waits to find out which ranks are gone."""
 
 _ALIGNMENT = 16
-"""Every piece in a buffer begins at a multiple of the largest element, to be viewed in place."""
+"""Every piece in a buffer begins at a multiple of this: of the largest element size, so that it can
+be viewed as a tensor of its dtype."""
 
 ShardId: TypeAlias = tuple[str, tuple[int, ...], tuple[Any, ...] | None]
 """Key, global offset, and the flattened range; for objects ``("object", *global_shape)``."""
 
 
 def sort_key(shard: ShardId) -> tuple[str, tuple[int, ...], str]:
-    """Return what orders shards in the same way on all ranks."""
+    """Return a key that sorts shards in the same way on all ranks."""
     return shard[0], shard[1], str(shard[2])
 
 
 def told_group(group: ProcessGroup | None) -> str:
-    """Return the name of a group in messages."""
+    """Return how a group is named in messages."""
     if group is None or dist.get_world_size(group) == dist.get_world_size():
         return "the default group"
     return f"the group of ranks {shortened([str(r) for r in dist.get_process_group_ranks(group)])}"
 
 
 class _Kind(NamedTuple):
-    """What travels under one id."""
+    """A tensor or object that is moved."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -104,7 +105,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What moves, in an order that is the same everywhere; ``device`` is that of the buffers."""
+    """What moves, in the same order on all ranks; ``device`` is that of the buffers."""
 
     items: list[_Item]
     device: str
@@ -129,7 +130,7 @@ class _Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """This rank in a group, and its tensors: those it gives and those it fills."""
+    """This rank in a group: the tensors that it sends, and those that it receives into."""
 
     group: ProcessGroup | None
     rank: int
@@ -173,7 +174,7 @@ def exchange_tensors(
     on_host: bool = False,
     device: torch.device | str = "cpu",
 ) -> dict[ShardId, torch.Tensor]:
-    """Give every rank the tensors that it wants and another rank has. Collective over the group.
+    """Send every rank the tensors that it wants and another rank has. Collective over the group.
 
     Args:
         have: What this rank has.
@@ -212,8 +213,8 @@ def exchange_tensors(
         raise NotImplementedError(plan.unknown_algo)
     if plan.items:
         link = _Link(group, comm.rank, comm.size, torch.device(plan.device), have, targets)
-        phase = f"making room for what moves in {told_group(group)}"
-        agree(comm, phase, attempt(_make_room, plan, link))
+        phase = f"making memory for what moves in {told_group(group)}"
+        agree(comm, phase, attempt(_make_targets, plan, link))
         _move(plan, link, exchange_algo)
     return {**have, **{shard: targets[shard] for shard in need if shard in targets}}
 
@@ -226,7 +227,7 @@ def exchange_objects(
     *,
     exchange_algo: str,
 ) -> dict[ShardId, Any]:
-    """Give every rank the objects that it wants and another rank has. Collective over the group.
+    """Send every rank the objects that it wants and another rank has. Collective over the group.
 
     They travel pickled, between processes of one job; nothing here was read from a checkpoint as
     pickled bytes.
@@ -339,7 +340,7 @@ def _buffer_device(offers: Sequence[_Offer], *, on_host: bool) -> str:
 
 
 def can_be_filled(data: torch.Tensor) -> bool:
-    """Whether each element has memory of its own; an expanded tensor's have not."""
+    """Whether each element has memory of its own, unlike in an expanded tensor."""
     return not any(s == 0 and n > 1 for s, n in zip(data.stride(), data.shape, strict=True))
 
 
@@ -378,8 +379,8 @@ def _batches(items: Iterable[_Item], budget: int) -> list[_Batch]:
     return [*batches, _Batch(pieces, position)] if pieces else batches
 
 
-def _make_room(plan: _Plan, link: _Link) -> None:
-    """Make the targets of which only the source knew the kind."""
+def _make_targets(plan: _Plan, link: _Link) -> None:
+    """Make the targets whose dtype and shape only the source knew."""
     for item in plan.items:
         if link.rank in item.receivers and item.shard not in link.targets:
             dtype = dtype_from_name(item.kind.dtype)
@@ -387,7 +388,7 @@ def _make_room(plan: _Plan, link: _Link) -> None:
 
 
 def _move(plan: _Plan, link: _Link, algo: str) -> None:
-    """Carry out a plan; what has failed on any rank is raised on all."""
+    """Carry out a plan; a failure on any rank is raised on all."""
     where, broken = told_group(link.group), None
     try:
         _ALGORITHMS[algo](plan, link)

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed: picks the store and the ranks of the default process group.
+"""Communicators for the ranks of torch.distributed, over the store of their process group.
 
 Here: the store of a group, and the choice of a communicator. Not here: the exchange itself
 (``_comm.store``).
