@@ -59,7 +59,7 @@ def digest_of(common: StateDict) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     try:
         _feed(digest, common, set())
-    except Exception:  # of any class of the user's
+    except Exception:  # values of the user's classes may raise anything
         logger.debug("the common part cannot be compared", exc_info=True)
         return bytes(16)
     return digest.digest()

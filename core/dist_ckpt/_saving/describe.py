@@ -1,6 +1,6 @@
-"""What a rank brings to a save, taken apart and described, before anything is planned.
+"""Describes what one rank saves, before anything is planned.
 
-Here: what is made of a request on its rank, and the checks over all ranks' descriptions.
+Here: splitting a request into parts and shards, and the checks over all ranks' descriptions.
 Not here: the steps of a save (``_saving.execute``). ``prepare`` is local; ``check_views`` runs on
 rank 0.
 """
@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """This rank's shards, in the order in which they were described to rank 0."""
+    """A request taken apart; ``shards`` are in the order in which ``view`` describes them."""
 
     request: SaveRequest
     parts: SaveParts
@@ -57,7 +57,7 @@ class Prepared:
 
 
 def prepare(request: SaveRequest, rank: int, padding: DocumentPadding | None = None) -> Prepared:
-    """Take the state dict apart and describe it. Every rank.
+    """Split the state dict and describe its shards. Every rank.
 
     Args:
         request: What to save.
@@ -129,7 +129,7 @@ def check_views(views: Sequence[RankView], *, check_coverage: bool) -> JobTable:
     check_formats(views)
     job = JobTable([view.shards for view in views])
     if check_coverage:
-        # First: a double object is a double tensor too, which would tell the user less.
+        # First, as its message is clearer: a duplicate object is also found as a duplicate tensor.
         check_objects([view.objects for view in views])
     check_sharding(job, coverage=check_coverage)
     check_storable(job)
@@ -137,7 +137,7 @@ def check_views(views: Sequence[RankView], *, check_coverage: bool) -> JobTable:
 
 
 def with_values_copied(prepared: Prepared) -> Prepared:
-    """Return it with copies of the common part and the objects, to be written later."""
+    """Return it with copies of the common part and of the objects, to be written later."""
     parts = prepared.parts
     objects = tuple(replace(one, data=_value_copied(one.data)) for one in parts.objects)
     return replace(
@@ -146,7 +146,7 @@ def with_values_copied(prepared: Prepared) -> Prepared:
 
 
 def _value_copied(value: Any) -> Any:
-    # By itself deepcopy refuses tensors that some function of autograd has made.
+    # deepcopy refuses tensors with a grad_fn, so these are copied here.
     return copy.deepcopy(value, {id(t): t.detach().clone() for t in _tensors_in(value)})
 
 

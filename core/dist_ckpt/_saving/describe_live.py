@@ -1,11 +1,12 @@
-"""Live models and optimizers, described; again only if something about them is new.
+"""Descriptions of live models and optimizers, made again only if something has changed.
 
-Here: ``LiveDescriptions``, and by what it is known that nothing is new. Not here: how a description
-is made (``derive``), what else is saved (``training_state``). Local, on every rank.
+Here: ``LiveDescriptions``, and the comparison that shows whether something has changed. Not here:
+how a description is made (``derive``), what else is saved (``training_state``). Local, on every
+rank.
 
-To describe a tensor costs about as much as to copy a megabyte. From save to save the same tensor
-objects hold the values, so what was said of them still holds: this is looked at tensor by tensor
-(identity, address, shape, strides, dtype), module by module, never assumed.
+Describing a tensor costs about as much as copying a megabyte. From save to save the same tensor
+objects hold the values, so that their description stays valid. This is never assumed, but compared
+for each module and each tensor (identity, address, shape, strides, dtype).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _Signature: TypeAlias = "list[Any]"
 
 
 class _Unfamiliar(Exception):  # noqa: N818 - a reason to describe anew, no error
-    """Something of which it cannot be seen whether it is as before."""
+    """Something that cannot be compared with the last save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +106,7 @@ class LiveDescriptions:
     """Describes live objects, and remembers the last description while they live."""
 
     def __init__(self) -> None:
-        """Remember nothing yet."""
+        """Start without a description."""
         self._signature: _Signature = []
         self._live: Live | None = None
         self._rest: list[weakref.ref[Any]] = []
@@ -145,13 +146,13 @@ class LiveDescriptions:
         live, optimizers, documents = _described(objects, entries)
         if not live.parts.objects:  # values of objects change without a sign
             self._signature, self._live = signature, live
-            # Who lets go of a model or an optimizer gets its memory back.
+            # Weak: a model or an optimizer that the caller drops must be freed.
             held = (*objects.models, *map(unwrap_optimizer, objects.optimizers))
             self._rest = [weakref.ref(one, lambda _: self.forget()) for one in held]
         return live, optimizers, documents
 
     def forget(self) -> None:
-        """Remember nothing; the memory of the tensors is not held any more."""
+        """Drop the description, and with it the references to the tensors."""
         self._signature, self._live, self._rest = [], None, []
 
 

@@ -1,6 +1,6 @@
-"""After planning: write on every rank, commit together.
+"""Writing and committing a planned save.
 
-Here: ``write_part`` and ``commit``, and ``SaveInSteps`` for those who call the steps one by one,
+Here: ``write_part`` and ``commit``, and ``SaveInSteps`` for callers that run the steps one by one,
 from several threads. Not here: planning (``_saving.plan``), what lies on disk (``_formats``), the
 rename (``_saving.publish``). Each function says on which rank it runs; the commit is one exchange.
 """
@@ -59,11 +59,11 @@ def write_part(planned: PlannedSave) -> Written:
 
 
 def write_common(planned: PlannedSave, written: Written) -> Written:
-    """Write the common part another way than ours, if that was asked for. Rank 0.
+    """Write the common part by the strategy that was given for it, if there is one. Rank 0.
 
     Args:
         planned: The save.
-        written: What this rank has written before.
+        written: What this rank has written so far.
 
     Returns:
         What this rank has written in all.
@@ -81,14 +81,14 @@ def commit(
     written: Outcome[Written],
     encode: Callable[[Mapping[str, bytes]], dict[str, bytes]] = with_dcp_metadata,
 ) -> None:
-    """Commit if all ranks have written; else nothing is committed and every rank raises.
+    """Commit if all ranks have written; otherwise commit nothing and raise on every rank.
 
     Collective.
 
     Args:
         comm: The ranks.
         planned: The save.
-        written: What this rank has written, or why it has not.
+        written: What this rank has written, or its error.
         encode: Adds DCP's document to ours.
     """
     try:
@@ -103,7 +103,7 @@ def finish(
     written: Sequence[Written],
     encode: Callable[[Mapping[str, bytes]], dict[str, bytes]] = with_dcp_metadata,
 ) -> None:
-    """Make the attempt the checkpoint, if it is complete. Rank 0."""
+    """Check that the attempt is complete, write its documents and publish it. Rank 0."""
     decision, options = planned.decision, planned.options
     if decision is None:
         raise CoordinationError(f"{planned.target}: rank 0 has no plan to commit.")
@@ -169,8 +169,8 @@ def _config(planned: PlannedSave) -> CheckpointingConfig:
 class SaveInSteps:
     """A planned save whose steps are functions of an ``AsyncRequest``.
 
-    ``written`` is what has become of it so far: a step that fails keeps its error, later steps do
-    nothing, and the commit tells all ranks.
+    ``written`` is the outcome so far. A step that fails keeps its error there, later steps do
+    nothing, and the commit raises the error on all ranks.
     """
 
     comm: Communicator
@@ -191,11 +191,11 @@ class SaveInSteps:
             self.planned = copied.get()
 
     def stage_values(self) -> None:
-        """Copy the common part and the objects, for those who write them later than now."""
+        """Copy the common part and the objects, which will be written later."""
         self.planned = replace(self.planned, prepared=with_values_copied(self.planned.prepared))
 
     def forget_data(self) -> None:
-        """Let go of the data: it was copied elsewhere."""
+        """Drop the references to the tensors, whose data was copied."""
         self.planned = without_data(self.planned)
 
     def write(self) -> None:
@@ -216,7 +216,7 @@ class SaveInSteps:
             raise
 
     def commit(self) -> None:
-        """Commit if all ranks have written; else nothing is committed and every rank raises.
+        """Commit if all ranks have written; otherwise commit nothing and raise on every rank.
 
         Collective.
         """

@@ -1,10 +1,10 @@
-"""A rank's data files as one run of bytes in memory, ready to be written by whoever sees it.
+"""The image of a rank's data files: all their bytes, one file after the other, in staging memory.
 
 Here: where each file lies in the image, filling it, streaming it through a smaller memory. Not
-here: the memory (``_staging_pool.pool``), the copying (``_staging_pool.copying``), who writes it
-(``_worker``). Local, on every rank.
+here: the memory (``_staging_pool.pool``), the copying (``_staging_pool.copying``), the worker that
+writes it (``_worker``). Local, on every rank.
 
-What stands around the payloads is the same from save to save: it is put down once, and stays.
+The bytes around the payloads are the same from save to save: they are written into the memory once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _BYTES = torch.uint8
 
 @dataclass(frozen=True, slots=True)
 class FileImage:
-    """Files of one rank, one behind the other, each from a page on.
+    """Files of one rank, one after the other, each aligned to a page.
 
     Attributes:
-        files: In the order of their places.
+        files: In the order of their positions.
         starts: Byte position of each in the image.
         nbytes: Size of the image.
     """
@@ -65,9 +65,9 @@ class FileImage:
         return tuple((file.name, file.nbytes) for file in self.files)
 
     def put_frames(self, arena: Arena) -> None:
-        """Write what stands around the payloads, which no save changes.
+        """Write the bytes around the payloads, which are the same for every save.
 
-        That is zeros, too: the memory may hold what another image has left there.
+        The gaps are written as zeros, as the memory may hold bytes of another image.
         """
         for start, file in zip(self.starts, self.files, strict=True):
             end = 0
@@ -78,7 +78,7 @@ class FileImage:
                 end = tail + len(frame.tail)
 
     def targets(self, arena: Arena) -> list[torch.Tensor]:
-        """Return where in memory each payload goes, in the order of the files."""
+        """Return the memory of each payload as a tensor, in the order of the files."""
         found = []
         for start, file in zip(self.starts, self.files, strict=True):
             items, table = file.items, file.table
@@ -105,7 +105,7 @@ class FileImage:
         ]
 
     def runs(self) -> list[Run]:
-        """Return the whole image as runs; files take turns, so that they are written at a time."""
+        """Return the image as runs; files alternate, so that they are written concurrently."""
         found = [
             (position, number, Run(number, position, start + position, nbytes))
             for number, (file, start) in enumerate(zip(self.files, self.starts, strict=True))

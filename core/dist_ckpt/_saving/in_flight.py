@@ -46,10 +46,11 @@ def check_not_in_flight(path: Path, what: str, *, but_for: Writer | None = None)
     Args:
         path: Any path.
         what: The operation that is refused, for the message: "saved" or "removed".
-        but_for: A writer that is not asked, as the caller's operation is in order with its saves.
+        but_for: A writer to ignore: the caller's operation is ordered after its saves.
 
     Raises:
-        ConfigError: It is in flight. The save that ended last, maybe the older one, would win.
+        ConfigError: It is in flight: the save that ends last, maybe the older, would replace the
+            other.
     """
     with _LOCK:
         writers = [writer for writer in _WRITERS if writer is not but_for]

@@ -1,4 +1,4 @@
-"""What one save leaves for the next.
+"""What is kept from one save for the next.
 
 Here: ``SaveMemory``. Not here: planning (``_saving.plan``), describing (``_saving.describe_live``).
 """
@@ -21,10 +21,10 @@ __all__ = ["SaveMemory"]
 
 
 class SaveMemory:
-    """What one save leaves for the next: descriptions of live models and optimizers, and the plan.
+    """What is kept from one save for the next: descriptions of models and optimizers, and the plan.
 
-    Pass the same one to all saves of a job, on every rank. Whether the plan still fits is looked at
-    each time, tensor by tensor, and agreed on by all ranks. A copy remembers nothing.
+    Pass the same object to all saves of a job, on every rank. Each save compares tensor by tensor
+    whether the plan still fits, and all ranks agree on it. A copy is empty.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class SaveMemory:
 
     @functools.cached_property
     def descriptions(self) -> LiveDescriptions:
-        """What is known of live models; made late, for its import of FSDP takes a second."""
+        """Descriptions of live models; made when needed, as the import of FSDP takes a second."""
         from dist_ckpt._saving.describe_live import LiveDescriptions  # noqa: PLC0415
 
         return LiveDescriptions()
@@ -46,7 +46,7 @@ class SaveMemory:
         return self._count
 
     def with_dcp_metadata(self, documents: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the documents with DCP's own, which is made once for each index."""
+        """Return the documents with DCP's ``.metadata``, which is made once for each index."""
         index = documents.get(PACKED_INDEX_FILE)
         known, encoded = self._encoded
         if index is None or known is not index:
@@ -55,5 +55,5 @@ class SaveMemory:
         return {**encoded, **documents}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Begin anew where it is copied to: other processes have other objects."""
+        """Pickle as an empty one: the live objects of another process are others."""
         return SaveMemory, ()

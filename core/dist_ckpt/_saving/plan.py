@@ -1,12 +1,12 @@
 """Planning: what each rank writes, agreed by all ranks before the first byte.
 
-Here: ``Planner``, for saves that block, that are written in the background, and of strategies. One
-exchange: every rank describes its shards, rank 0 checks them, opens the attempt and tells each rank
-its work. Not here: describing (``_saving.describe``), writing and committing (``_saving.execute``).
+Here: ``Planner``, for synchronous saves, background saves and strategies. One exchange: every rank
+describes its shards, rank 0 checks them, opens the attempt and sends each rank its work. Not here:
+describing (``_saving.describe``), writing and committing (``_saving.execute``).
 See docs/decisions/0028-planning-in-columns.md and 0040-one-planner.md.
 
-A planner that remembers lays the files of a new plan out at once, which takes a second exchange. If
-the next save has the same descriptions on every rank, one exchange of 12 bytes a rank is all.
+A planner that remembers lays out the files of a new plan at once, which takes a second exchange. If
+every rank's description at the next save is the same, planning is one exchange of 12 bytes a rank.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Decision:
     """What rank 0 has decided, and keeps for the commit.
 
     Attributes:
-        plan: Of the format.
-        empty: Tensors without elements, of which nobody writes anything.
+        plan: The format's plan.
+        empty: Tensors without elements, of which no rank writes anything.
         attempt: The attempt; None if the caller's own directory is written into.
         documents: The format's documents, if the files were laid out while planning.
     """
@@ -70,11 +70,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSave:
-    """A save that all ranks have planned, as one rank has it: what is left is to write and commit.
+    """A save that all ranks have planned, as one rank has it: it remains to write and commit.
 
     Attributes:
         phase: What the ranks do next, for messages.
-        target: Where the checkpoint shall be, as rank 0 resolves it.
+        target: The path of the checkpoint, as rank 0 resolves it.
         directory: Where its files are written.
         rank: This rank.
         world_size: Number of ranks.
@@ -82,11 +82,11 @@ class PlannedSave:
         prepared: This rank's shards.
         work: What this rank has to write; only the format looks inside.
         pages: What becomes of the pages of what is written.
-        image: This rank's files, if they are made of bytes alone and laid out already.
+        image: This rank's files, if they consist of known bytes and are laid out already.
         decision: Rank 0's; None elsewhere.
         saver: Name of the planner, the same on all ranks.
         number: Of the save, within the planner.
-        point: Where the workers of all ranks meet; None for one rank, and for saves that block.
+        point: Where the workers commit; None for one rank, and for synchronous saves.
     """
 
     phase: str
@@ -106,7 +106,7 @@ class PlannedSave:
 
     @property
     def attempt(self) -> Attempt | None:
-        """The attempt; None on other ranks than 0, and for a directory of the caller's."""
+        """The attempt; None on ranks other than 0, and if the caller gave a directory."""
         return None if self.decision is None else self.decision.attempt
 
     @property
@@ -119,7 +119,7 @@ class PlannedSave:
         return f"{self.saver}/{number}"
 
     def job(self) -> WriteJob:
-        """Return what the format is given to write."""
+        """Return what the format has to write on this rank."""
         return WriteJob(
             parts=self.prepared.parts,
             shards=self.prepared.shards,
@@ -131,20 +131,20 @@ class PlannedSave:
         )
 
     def abort(self) -> None:
-        """Remove the attempt, if it is this rank's: nobody would ever finish it."""
+        """Remove the attempt, on rank 0: no rank will finish it."""
         if self.attempt is not None:
             self.attempt.abort()
 
 
 def thread_count(request: SaveRequest, options: SaveOptions) -> int:
-    """Return how many files or requests a rank writes at a time; a strategy says it for itself."""
+    """Return how many files or requests a rank writes at a time; a strategy may set it."""
     return request.thread_count or options.thread_count
 
 
 _PlanRequest: TypeAlias = "tuple[int, RankView | bytes | None]"
 """A rank's message: the number of the plan that it remembers, and its description. If that is the
-plan's, only the digest of its common part, or None without one. A plain tuple: pickled with the
-name of a class it would be twice as long."""
+same as in the plan, only the digest of its common part, or None without one. A plain tuple, because
+the name of a class would make the pickle twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +152,15 @@ class _PlanReply:
     """Rank 0's answer to one rank.
 
     Attributes:
-        number: Of the plan; no number comes twice.
-        directory: Where to write; None if every rank shall send its description.
-        work: What to write; None for what this rank remembers.
-        passes_on: Whether ranks hand pieces to each other before they write.
+        number: The number of the plan, which is never used again.
+        directory: Where to write; None to ask every rank for its description.
+        work: What to write; None for the plan that this rank remembers.
+        passes_on: Whether ranks pass pieces to each other before they write.
         num_writers: Ranks of this rank's host that write.
-        address: Where the workers meet.
+        address: The hub of the workers.
         saver: Name of rank 0's planner.
         differs: Whether the ranks' common parts differ.
-        decision: For rank 0 alone, as are ``views``, the descriptions of all ranks.
+        decision: Only for rank 0, like ``views``, the descriptions of all ranks.
     """
 
     number: int
@@ -177,10 +177,10 @@ class _PlanReply:
 
 @dataclass(frozen=True, slots=True)
 class _RememberedPlan:
-    """The plan of the save before, as far as it concerns this rank.
+    """The plan of the last save, as far as it concerns this rank.
 
-    ``kind`` is what it depends on besides the descriptions; ``views`` and ``decision`` are rank
-    0's.
+    ``kind`` is what the plan depends on besides the descriptions. Only rank 0 has ``views`` and
+    ``decision``.
     """
 
     number: int
@@ -195,12 +195,12 @@ class _RememberedPlan:
 class Planner:
     """Plans one save after the other; collective over all ranks.
 
-    The plan of the save before is taken again only if every rank says that its description is the
+    The plan of the last save is used again only if every rank reports that its description is the
     same, element by element.
 
     Args:
         writer: The writer of the planned saves, if they are written in the background.
-        remembers: Whether to keep plans, and to lay files out for that.
+        remembers: Whether to keep the last plan, and lay out its files for that.
     """
 
     def __init__(self, writer: Writer | None = None, *, remembers: bool = True) -> None:
@@ -220,25 +220,25 @@ class Planner:
         """Plan a save and open its attempt.
 
         Args:
-            call: What is asked for.
-            serve: Returns where workers meet; called on rank 0.
+            call: What to save, and how.
+            serve: Returns the address of the workers' hub; called on rank 0.
             number: Of this save, the same on all ranks.
 
         Raises:
-            CheckpointingException: On every rank, whatever failed on any; no attempt is left.
+            CheckpointingException: On every rank, if any failed; no attempt is left.
         """
         step = _Step(self, _with_absolute_include(call), serve, number)
         try:
             return step.run()
         except BaseException:
-            # Also on Ctrl-C: an attempt that nobody finishes must not stay behind.
+            # Also on Ctrl-C: an attempt that will not be finished must not stay behind.
             if step.opened is not None:
                 step.opened.abort()
             raise
 
 
 def _with_absolute_include(call: SaveCall) -> SaveCall:
-    """Return the call with a path that a worker finds too, whose working directory may differ."""
+    """Return the call with an absolute path: a worker may have another working directory."""
     if call.options.include_dir is None:
         return call
     include_dir = absolute(call.options.include_dir)
@@ -275,7 +275,8 @@ class _Step:
             return planned
         known = self.planner.known
         if reply.work is not None:
-            self.planner.known = None  # until all ranks have come through
+            # If laying out fails on any rank, all ranks must plan anew next time.
+            self.planner.known = None
             known = self.planner.known = self._laid_out(reply, planned)
         assert known is not None  # noqa: S101 - rank 0 has compared the numbers of the plans
         decision = planned.decision
@@ -313,14 +314,14 @@ class _Step:
         return known.number, prepared.view
 
     def _reply(self, found: Sequence[_PlanRequest], prepared: Prepared) -> list[_PlanReply]:
-        """Take the plan that is known, or make one. Rank 0."""
+        """Use the remembered plan, or make one. Rank 0."""
         requests = [
             (number, told if isinstance(told, RankView) else None) for number, told in found
         ]
         digests = {told.common if isinstance(told, RankView) else told or b"" for _, told in found}
         known = self.planner.known
         if known is not None and not known.views:
-            known = None  # of a plan that another process has made, as rank 0
+            known = None  # this process was not rank 0 when that plan was made
         number = known.number if known is not None else 0
         if any(theirs != number and view is None for theirs, view in requests):
             return [_PlanReply(0) for _ in requests]
@@ -348,13 +349,13 @@ class _Step:
     def _share_out(
         self, views: Sequence[RankView], prepared: Prepared
     ) -> tuple[list[_PlanReply], Decision]:
-        """Check the descriptions of all ranks, open the attempt, share out the work. Rank 0."""
+        """Check the descriptions of all ranks, open the attempt, assign the work. Rank 0."""
         with collector_paused():
             job = check_views(views, check_coverage=self.call.check_coverage)
             directory = self._begin()
             plan = prepared.request.format.plan(job, directory)
             decision = Decision(plan=plan, empty=_without_elements(job))
-        # No number comes twice, so that nobody takes another plan for the one that he remembers.
+        # Random, so that no rank mistakes this plan for one that it remembers of another job.
         number = secrets.randbits(62) + 1
         writers = num_writers_by_rank([view.host for view in views], plan.work)
         replies = [
@@ -372,7 +373,7 @@ class _Step:
         self.opened = Attempt.begin(target, options.staging_dir)
         return self.opened.directory
 
-    # -- what comes of it
+    # -- the result
 
     def _planned(self, reply: _PlanReply, prepared: Prepared) -> PlannedSave:
         comm, options, directory = self.call.comm, self.call.options, reply.directory
@@ -416,11 +417,11 @@ class _Step:
         fmt, comm = prepared.request.format, self.call.comm
         hint = getattr(fmt, "separation_hint", None)
         threads = thread_count(prepared.request, self.call.options)
-        # The rank, too: a job that goes on may have given it to another process.
+        # Includes the rank: after a restart within the job another process may have it.
         return (type(fmt), hint, threads, self.call.check_coverage, comm.rank, comm.size)
 
     def _laid_out(self, reply: _PlanReply, planned: PlannedSave) -> _RememberedPlan:
-        """Lay this rank's files out, and make the documents of all. Collective."""
+        """Lay out this rank's files, and make the documents of the checkpoint. Collective."""
         image = attempt(lay_out, planned)
         phase = f"laying out the save to {self.call.target}"
         documents = scatter(
@@ -443,7 +444,7 @@ def _pass_on(planned: PlannedSave) -> None:
 
 
 def is_made_of_bytes(request: SaveRequest) -> bool:
-    """Whether all that is written are files whose every byte is known before any is written."""
+    """Whether the files consist only of bytes that are known before any is written."""
     return isinstance(request.format, TorchDistFormat) and request.common is None
 
 
@@ -476,10 +477,10 @@ def _documents(
 
 
 def proven(results: Sequence[Sized], decision: Decision) -> Any:
-    """Return what all ranks wrote as the format's documents take it. Rank 0.
+    """Check that all planned chunks were written; return them for the documents. Rank 0.
 
     Args:
-        results: What each rank has told, in rank order.
+        results: What each rank has reported, in rank order.
         decision: Has the plan.
 
     Raises:
@@ -492,7 +493,7 @@ def proven(results: Sequence[Sized], decision: Decision) -> Any:
 
 
 def _without_elements(job: JobTable) -> dict[str, StoredTensor]:
-    """Return the tensors without elements: no chunk tells of them."""
+    """Return the tensors without elements, which have no chunks."""
     found = {}
     for row in np.flatnonzero((job.sizes[2] == 0).any(axis=1)).tolist():
         info = job.views[job.rank[row]][job.index[row]]

@@ -1,4 +1,4 @@
-"""The end of a save: whether it may take its target's place, and how it does.
+"""The end of a save: whether it may replace its target, and how it does.
 
 Here: the check of the target, the manifest of all files, the marker, the rename. Not here: the
 steps before (``_saving.execute``), the rename itself (``storage.commit``). Runs on rank 0 alone, or
@@ -101,8 +101,8 @@ def publish(
     """Write the documents, the marker last, and rename the attempt into place.
 
     Args:
-        attempt: Complete but for its documents.
-        documents: The format's and the common part's.
+        attempt: The attempt, complete except for its documents.
+        documents: Those of the format, and the common part.
         files: All data files with their checksums.
         config: What the marker says.
         world_size: Number of ranks that saved.
@@ -123,8 +123,8 @@ def publish(
     try:
         old_files = files_of_checkpoint(attempt.target)
     except CheckpointingException:
-        # An unreadable old manifest must not stand in the way of a good new checkpoint: all that
-        # lies there is then kept beside it.
+        # An unreadable old manifest must not prevent a good new checkpoint: then all old files are
+        # kept beside it.
         old_files = frozenset()
     attempt.publish(old_files=old_files)
 
@@ -139,10 +139,10 @@ def with_dcp_metadata(documents: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def is_published(target: Path, directory: Path) -> bool:
-    """Whether the save that was written into ``directory`` is at its target.
+    """Whether the save that was written into ``directory`` is committed at its target.
 
-    For processes that do not know how the save ended. The name of an attempt's directory contains
-    the id of the checkpoint, so every rank can compare it.
+    For processes that do not know the outcome. The name of an attempt's directory contains the id
+    of the checkpoint, so every rank can compare it.
     """
     try:
         manifest = read_manifest(locate(target))
@@ -154,9 +154,9 @@ def is_published(target: Path, directory: Path) -> bool:
 def was_published(target: Path, directory: Path) -> bool:
     """Decide whether a save is committed when rank 0 cannot be asked. Any rank, also several.
 
-    A save that is not published yet is prevented from it: its directory is removed, in one rename.
-    Publishing renames it as well, so only one of the two happens. The target is read again, as the
-    save may have been published in between.
+    If it is not published yet, this prevents it: the attempt is removed, first by a rename.
+    Publishing renames the same directory, so only one of the two succeeds. The target is read
+    again afterwards, as the save may have been published in between.
 
     Raises:
         StorageError: The directory cannot be removed, so that the save may still be published.
@@ -235,7 +235,7 @@ class Publication:
         )
 
     def is_published(self) -> bool:
-        """Whether this very save is at its target: for those who did not see how it ended."""
+        """Whether this save is committed; for processes that do not know the outcome."""
         return is_published(self.attempt.target, self.attempt.directory)
 
 

@@ -165,7 +165,7 @@ def with_global_leaves(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what is equal for two tensors exactly if they are the same elements."""
+    """Return a value that is equal for two tensors exactly if they share the same elements."""
     if not tensor.numel() or not is_plain_tensor(tensor):
         return (id(tensor),)
     where = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
@@ -229,7 +229,7 @@ class _Part:
         if memory in self._keys:
             return self._keys[memory][0]
         steps = [_step_name(step) for step in path]
-        # A key that is no text has no name; the number of the leaf is one too.
+        # A key that is not text has no name; the number of the leaf serves as one.
         name = f"#@{at}" if None in steps else "/".join(step for step in steps if step is not None)
         key = self._prefix + name
         self._keys[memory] = key, tensor
@@ -251,7 +251,7 @@ def thawed(cell: Mapping[str, Any]) -> Any:
 
 
 def _check_leaves(tree: dict[str, Any]) -> None:
-    """Raise for keys that are ours, and for sharded leaves where nobody looks."""
+    """Raise for keys that are reserved, and for sharded leaves inside of other objects."""
     problems: list[str] = []
 
     def check(path: Path, leaf: Any) -> None:

@@ -1,7 +1,7 @@
-"""What is asked of a save: by its caller, and by one rank.
+"""The inputs of a save.
 
-Here: ``SaveCall``, which all ranks make alike, and ``SaveRequest``, what one rank brings. Not here:
-how either is carried out (``_saving.plan``, ``_saving.execute``).
+Here: ``SaveCall``, equal on all ranks, and ``SaveRequest``, the state of one rank. Not here: how
+they are carried out (``_saving.plan``, ``_saving.execute``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CommonWriter", "SaveCall", "SaveRequest"]
 
 @dataclass(frozen=True, slots=True)
 class CommonWriter:
-    """Another way to store the common part than ours: called on rank 0 with part and directory."""
+    """A strategy's way to store the common part; called on rank 0 with part and directory."""
 
     backend: str
     version: int
@@ -31,15 +31,15 @@ class CommonWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What one rank brings to a save.
+    """What one rank saves.
 
     Attributes:
         state_dict: Nested dicts and lists with sharded leaves.
         format: How the checkpoint is laid out.
         common: Another way to store the common part.
         thread_count: Files or requests at a time; None for what the options say.
-        live: Models and optimizers that were described already; what they hold comes before what is
-            in ``state_dict``.
+        live: Models and optimizers that are described already; their shards come before those of
+            ``state_dict``.
         compares_common: Whether to warn if the ranks' common parts differ.
         preprocess: Applied to a copy of the common part before it is compared.
     """
@@ -55,11 +55,11 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCall:
-    """One collective save, as its caller asked for it; alike on all ranks.
+    """The arguments of one collective save, equal on all ranks.
 
     Attributes:
         build: Makes this rank's request. What it raises on one rank is raised on all.
-        target: Where the checkpoint shall be.
+        target: The path of the checkpoint.
         comm: The ranks.
         options: Choices.
         check_coverage: Whether main replicas must tile every tensor.

@@ -1,4 +1,4 @@
-"""A save that blocks, from its call to its end.
+"""A synchronous save: plan, write, commit.
 
 Here: the order of the steps, and the events of such a save. Not here: the steps (``_saving.plan``,
 ``_saving.execute``), saves in the background (``background``). Collective.
@@ -32,29 +32,29 @@ __all__ = ["run_save"]
 def run_save(
     call: SaveCall, memory: SaveMemory | None = None, sinks: Iterable[EventSink] = ()
 ) -> None:
-    """Save collectively, with the plan of the save before if it fits.
+    """Save, with the plan of the last save if it still fits. Collective.
 
     On any failure nothing is committed and every rank raises.
 
     Args:
-        call: What is asked for.
-        memory: What the save before has left.
-        sinks: Get the same events as those of a background save.
+        call: What to save, and how.
+        memory: Has the plan of the last save; None to plan anew.
+        sinks: Receive the same events as those of a background save.
     """
     number = 1 if memory is None else memory.count()
     planner = Planner(remembers=False) if memory is None else memory.planner
     encode = with_dcp_metadata if memory is None else memory.with_dcp_metadata
-    told = _SaveEvents(tuple(sinks), call.target, call.comm.rank, number)
+    progress = _SaveEvents(tuple(sinks), call.target, call.comm.rank, number)
     try:
         planned = planner.plan(call)
-        told.planned()
+        progress.planned()
         written = attempt(write_part, planned)
-        told.wrote(written)
+        progress.wrote(written)
         commit(call.comm, planned, written, encode)
     except BaseException as error:
-        told.end(error)
+        progress.end(error)
         raise
-    told.end(None)
+    progress.end(None)
 
 
 class _SaveEvents:
