@@ -5,43 +5,48 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from accelerate import Accelerator, load_checkpoint_in_model
 from accelerate.utils import ProjectConfiguration, merge_fsdp_weights
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import Trainer, TrainingArguments
 
 from accelerate_dist_ckpt import DistCkptIO, register_checkpoint_io
 from dist_ckpt import load_plain_tensors
 from dist_ckpt.errors import ConfigError
 from tests.accelerate._jobs import Net, build, reset, train
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 IO = "_dist_ckpt_io"
 
 
-class OfTRL(Trainer):
-    """A subclass, as TRL's are."""
+def trainer_in(folder: Path, *, is_subclass: bool = False) -> Trainer:
+    """Return a Trainer, or one of a subclass, as TRL's are.
 
+    Imported here: it takes seconds, in each process that collects tests.
+    """
+    from transformers import Trainer, TrainingArguments
 
-def trainer_in(folder: Path, cls: type[Trainer] = Trainer) -> Trainer:
     reset()
     arguments = TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True)
+    cls = type("OfTRL", (Trainer,), {}) if is_subclass else Trainer
     return cls(model=Net(), args=arguments)
 
 
-@pytest.mark.parametrize("cls", [Trainer, OfTRL])
+@pytest.mark.parametrize("name", ["Trainer", "OfTRL"])
 @pytest.mark.parametrize("fields", [{}, {"preemption": True}, {"async_save": True}])
 def test_an_accelerator_of_a_trainer_is_refused(
-    tmp_path: Path, cls: type[Trainer], fields: dict[str, Any]
+    tmp_path: Path, name: str, fields: dict[str, Any]
 ) -> None:
     """A Trainer never calls ``save_state``; nothing is registered, started or written."""
-    trainer = trainer_in(tmp_path, cls)
-    with pytest.raises(ConfigError, match=f"that of a {cls.__name__} of transformers.*hint: "):
+    trainer = trainer_in(tmp_path, is_subclass=name == "OfTRL")
+    with pytest.raises(ConfigError, match=f"that of a {name} of transformers.*hint: "):
         trainer.accelerator.register_checkpoint_io(DistCkptIO(**fields))
     with pytest.raises(ConfigError, match="never calls save_state"):
         register_checkpoint_io(trainer.accelerator, DistCkptIO(**fields))
