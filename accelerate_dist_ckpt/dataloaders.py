@@ -361,7 +361,7 @@ def restore_dataloader(loader: Any, state: dict[str, Any], *, own: bool) -> None
     set_draw(loader, {"random": {}, "generators": state["generators"]})
     resume = _resume_of(state, own=own)
     is_stateful = own and "stateful" in state and _is_stateful(loader)
-    if is_stateful and (_goes_on(state, resume) or _restores_itself(loader)):
+    if is_stateful and (_goes_on(resume) or _restores_itself(loader)):
         loader.load_state_dict(state["stateful"])
     elif is_stateful and (resume or not _has_first_iterator(loader)):
         loader.load_state_dict({})  # starts a new epoch
@@ -378,14 +378,6 @@ def _resume_of(state: dict[str, Any], *, own: bool) -> dict[str, Any] | None:
     resume: dict[str, Any] | None = state["resume"]
     if resume is None:
         return None
-    if "draws" not in resume:  # the form of earlier versions
-        create = {"random": resume["random"], "generators": resume["generators"]}
-        resume = {
-            "has_begun": True,
-            "is_over": resume["was_left"],
-            "iteration": state["iteration"],
-            "draws": {"create": create},
-        }
     if own:
         return resume
     common = {
@@ -396,9 +388,8 @@ def _resume_of(state: dict[str, Any], *, own: bool) -> dict[str, Any] | None:
     return {**resume, "draws": common, "is_over": resume["is_over"] or "stateful" in state}
 
 
-def _goes_on(state: dict[str, Any], resume: dict[str, Any] | None) -> bool:
-    is_old = "draws_seed" not in state
-    return is_old or (resume is not None and resume["has_begun"] and not resume["is_over"])
+def _goes_on(resume: dict[str, Any] | None) -> bool:
+    return resume is not None and resume["has_begun"] and not resume["is_over"]
 
 
 def order_is_unknown(loader: Any) -> bool:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DIRECT",
-    "EXTRA",
     "FRAMEWORK",
     "common_of",
     "lightning_dict",
@@ -34,9 +33,6 @@ FRAMEWORK = "lightning"
 
 DIRECT = "lightning_direct"
 """In the common part: a whole value that one process saved for itself."""
-
-EXTRA = "state_dict_extra"
-"""In the dict of checkpoints of earlier versions: the results of ``get_extra_state``."""
 
 _APART = frozenset({"state_dict", "optimizer_states"})
 

@@ -35,7 +35,6 @@ from dist_ckpt.training_state import (
 from dist_ckpt.validation import casts_into, check_casts, warn_of_casts
 from lightning_dist_ckpt._document import (
     DIRECT,
-    EXTRA,
     FRAMEWORK,
     common_of,
     lightning_dict,
@@ -497,16 +496,14 @@ def _open(strategy: Any, path: Path, *, weights_only: bool | None) -> dict[str, 
     trainer = strategy.lightning_module.trainer
     loops = {name: getattr(trainer, name).state_dict() for name in _LOOPS}
     checkpoint = lightning_dict(common, version=_version(trainer), loops=loops)
-    extra = checkpoint.pop(EXTRA, {})
     if strategy.restore_checkpoint_after_setup:
-        checkpoint["state_dict"] = StoredModel(view, extra=extra)
+        checkpoint["state_dict"] = StoredModel(view)
     else:
         whole = functools.cache(lambda: view.full_model(0, like=strategy.lightning_module))
         comm = all_processes(timeout_secs=binding.io.config.timeout_secs)
         # What cannot be read on one rank is raised on all.
         comm.map_reduce(f"reading {path}", lambda: whole() is None, lambda _: None)
         checkpoint["state_dict"] = whole()
-        checkpoint["state_dict"].update(extra)
     count = view.num_optimizers
     if count or common.get("no_optimizers"):
         checkpoint["optimizer_states"] = [

@@ -6,7 +6,7 @@ Here: ``StoredModel`` and ``StoredOptimizer``. Not here: when they are made and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,14 +43,13 @@ class StoredModel(MutableMapping[str, Any]):
 
     Args:
         view: The open checkpoint.
-        extra: Further entries, not of the checkpoint's state dict.
     """
 
-    def __init__(self, view: CheckpointView, *, extra: Mapping[str, Any]) -> None:
+    def __init__(self, view: CheckpointView) -> None:
         """Note the names; nothing is read."""
         self.view = view
-        self._entries: dict[str, Any] = dict.fromkeys(view.model_names(0), STORED) | dict(extra)
-        self._is_edited = bool(extra)
+        self._entries: dict[str, Any] = dict.fromkeys(view.model_names(0), STORED)
+        self._is_edited = False
 
     @property
     def entries(self) -> dict[str, Any] | None:

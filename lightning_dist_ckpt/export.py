@@ -24,7 +24,7 @@ from dist_ckpt.serialization import (
     single_process,
 )
 from dist_ckpt.training_state import CheckpointView
-from lightning_dist_ckpt._document import DIRECT, EXTRA
+from lightning_dist_ckpt._document import DIRECT
 from lightning_dist_ckpt._folders import is_url, without_scheme
 
 if TYPE_CHECKING:
@@ -115,7 +115,6 @@ def whole_checkpoint(path: Path, options: LoadOptions, *, optimizers: bool = Tru
     common = view.common
     whole = dict(common.get("lightning", {"global_step": common.get("step", 0), "epoch": 0}))
     whole["state_dict"] = view.full_model(0)
-    whole["state_dict"].update(whole.pop(EXTRA, {}))
     if optimizers and view.num_optimizers:
         whole["optimizer_states"] = _optimizer_states(path, options)
     elif optimizers and common.get("no_optimizers"):
