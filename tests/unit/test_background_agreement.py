@@ -202,7 +202,7 @@ def test_a_missing_rank_is_named(hub: Hub, pool: ThreadPoolExecutor) -> None:
     for error in errors_of(ends):
         assert isinstance(error, RankFailedError)
         assert "writing ckpt failed on ranks 1, 2, 3" in str(error)
-        assert "BarrierTimeoutError: it did not tell how its part ended within 0.1 s" in str(error)
+        assert "BarrierTimeoutError: it did not report within 0.1 s" in str(error)
         assert "StorageError: full" in str(error)
     assert order.done == ["abort"]
 

@@ -270,7 +270,7 @@ def test_a_rank_that_does_not_come(team: list[Worker], tmp_path: Path) -> None:
     errors = failures([save(team[0], orders[0], point=points[0]), ready])
 
     assert all(isinstance(error, BarrierTimeoutError) for error in errors)
-    assert all("rank 1: it did not tell how its part ended within 0.2 s" in str(e) for e in errors)
+    assert all("rank 1: it did not report within 0.2 s" in str(e) for e in errors)
     assert list(tmp_path.iterdir()) == []
 
 

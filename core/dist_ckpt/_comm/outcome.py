@@ -53,7 +53,7 @@ class Outcome(Generic[T]):
 
 
 def attempt(step: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
-    """Return what ``step`` returns or raises. Local; the exchange that follows tells the others."""
+    """Return what ``step`` returns or raises. Local; the exchange that follows sends it."""
     try:
         return Outcome(step(*args, **kwargs))
     except BaseException as error:  # noqa: BLE001 - raised again by the exchange, also Ctrl-C

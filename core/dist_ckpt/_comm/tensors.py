@@ -84,7 +84,7 @@ class _Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What one rank has and what it wants; None as kind takes what the source has."""
+    """What one rank has and what it requests; a kind of None accepts that of the source."""
 
     algo: object
     have: dict[ShardId, _Kind]
@@ -160,7 +160,7 @@ class _Link:
     def _keeping_failures(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - told when nobody waits for this rank any more
+        except Exception as error:  # noqa: BLE001 - exchanged once no rank waits for this one in a collective
             self.failures.append(error)
 
 
@@ -198,7 +198,7 @@ def exchange_tensors(
     targets: dict[ShardId, torch.Tensor] = {}
 
     def offer() -> _Offer:
-        # Memory is taken here: a rank that has too little tells the others before they wait for it.
+        # Allocate before anything moves: a rank without memory fails here, on all ranks alike.
         for shard, wanted in need.items():
             if wanted is not None and shard not in have:
                 targets[shard] = _target(wanted, device)
@@ -404,11 +404,11 @@ def _move(plan: _Plan, link: _Link, algo: str) -> None:
     comm = group_communicator(link.group, timeout_secs=patience)
     try:
         agree(comm, f"moving shards in {where}", attempt(verdict))
-    except CheckpointingException as told:
+    except CheckpointingException as failure:
         if broken is None:
             raise
         raise CoordinationError(
-            f"an exchange in {where} broke off (rank {link.rank} of it): {broken}. {told}",
+            f"an exchange in {where} broke off (rank {link.rank} of it): {broken}. {failure}",
             hint="another rank has died, or had no memory left.",
         ) from broken
 
@@ -418,7 +418,7 @@ def _by_broadcast(plan: _Plan, link: _Link) -> None:
     ways: dict[tuple[int, tuple[int, ...]], list[_Item]] = defaultdict(list)
     for item in plan.items:
         ways[item.source, item.receivers].append(item)
-    # One order on all ranks, and each step has its two sides in it: nobody waits in a circle.
+    # The order is the same on all ranks, and each step has both of its sides: no deadlock.
     for (source, receivers), items in sorted(ways.items(), key=lambda way: way[0]):
         if link.rank != source and link.rank not in receivers:
             continue

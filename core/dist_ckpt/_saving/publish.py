@@ -81,7 +81,7 @@ def check_target(target: Path, options: SaveOptions, writer: Writer | None = Non
 
 
 def _is_ours(target: Path) -> bool:
-    """Whether a checkpoint of ours is committed there; a damaged one may be replaced, too."""
+    """Whether a checkpoint of this library is there; a damaged one may be replaced, too."""
     try:
         return bool(files_of_checkpoint(target))
     except CorruptedCheckpointError:
@@ -174,7 +174,7 @@ def was_published(target: Path, directory: Path) -> bool:
 
 
 def all_files(written: Sequence[Written], plan: SavePlan, directory: Path) -> dict[str, FileSum]:
-    """Return all data files with their sums: as the ranks told, or as the directory has them."""
+    """Return all data files with their checksums: from the reports, or read from the directory."""
     files = dict(plan.files)
     for one in written:
         if one.files is None:

@@ -1,11 +1,10 @@
-"""One piece of memory that two processes share, and tensors in it.
+"""A staging buffer that two processes share, and tensors in it.
 
-Here: ``Arena``. Not here: where the memory comes from (``host_memory``), whose
-turn it is (``pool``), what is copied into it (``staging``), how it travels (``handover``). Used
-locally.
+Here: ``Arena``. Not here: where the memory comes from (``host_memory``), which save uses it
+(``pool``), what is copied into it (``staging``), how it is sent (``handover``). Local.
 
-One file without a name for all tensors of a save, never one for each: file descriptors are few. As
-it has no name, nothing is left behind whichever process dies.
+All tensors of a save lie in one unnamed file, because file descriptors are limited. An unnamed file
+leaves nothing behind, whichever process dies.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Arena"]
 
 _ALIGNMENT = 64
-"""Bytes; a cache line, and enough for the elements of any dtype."""
+"""Bytes. A cache line; and a tensor of any dtype must begin at a multiple of its element size."""
 
 
 class Arena:
@@ -39,7 +38,7 @@ class Arena:
 
     Args:
         nbytes: Size.
-        descriptor: The file, if another process has made it; it is ours from now on.
+        descriptor: The file, if another process has made it; owned by the arena from now on.
         use_pinned: Lock the pages for the GPU, in a process that uses one; until ``close``.
         makers: The ways to get memory, tried in this order.
 

@@ -84,7 +84,7 @@ class Lease:
 
     @property
     def key(self) -> int:
-        """What identifies the mapping; it changes when memory is made anew or grows."""
+        """Identifies the mapping; it changes when memory is made again or grows."""
         return self._held().key
 
     @property
@@ -101,7 +101,7 @@ class Lease:
 
     @property
     def layout(self) -> object:
-        """What the holder has noted of the content, for the next holder; None in new memory."""
+        """A note of the last holder about the content, for the next one; None for new memory."""
         return self._held().layout
 
     @layout.setter
@@ -109,7 +109,7 @@ class Lease:
         self._held().layout = layout
 
     def lend(self) -> Arena:
-        """Return the memory as an arena that gives the lease back by itself.
+        """Return the memory as an arena that releases the lease by itself.
 
         It is released when that arena and all tensors cut from it are gone.
 
@@ -119,9 +119,9 @@ class Lease:
         return self.arena.lent(self.release)
 
     def release(self) -> None:
-        """Give the memory back; nobody may read or write it through this lease any more.
+        """Give the memory back; it must not be read or written through this lease any more.
 
-        Idempotent; in any thread, also while objects are collected.
+        May be called again; from any thread, also while objects are collected.
         """
         self._give_back(self)
 
@@ -139,9 +139,9 @@ class StagingPool:
 
     Args:
         generations: How many saves may hold memory at a time; no more is ever made.
-        budget_nbytes: Most memory of one generation; None for what there is.
+        budget_nbytes: Most memory of one generation; None for what is available.
         use_pinned: Lock the pages for the GPU, in a process that uses one.
-        available: Tells how much memory there is, None if that is not known.
+        available: Returns how much memory is available, None if that is not known.
         makers: The ways to get memory, best first.
 
     Raises:

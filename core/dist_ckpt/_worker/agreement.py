@@ -242,7 +242,7 @@ def _publish_or_abort(
         return _Verdict(f"writing {target}", failures)
     try:
         order.publish([reports[rank] for rank in sorted(reports)])
-    except BaseException as error:  # noqa: BLE001 - told to all ranks
+    except BaseException as error:  # noqa: BLE001 - sent to all ranks in the verdict
         _abort(order)
         return _Verdict(f"committing {target}", {0: describe_failure(error)})
     return _Verdict()
@@ -283,7 +283,7 @@ def _missing(point: CommitPoint, *, is_gone: bool) -> RankFailure:
     found = (
         "its connection to the hub is gone"
         if is_gone
-        else f"it did not tell how its part ended within {point.timeout_secs:g} s"
+        else f"it did not report within {point.timeout_secs:g} s"
     )
     return _timed_out(f"{found}. hint: it died, or is stuck elsewhere.")
 

@@ -169,18 +169,18 @@ class SaveQueue:
             AsyncSaveError: The first of them; the others are in its notes.
         """
         with self._changed:
-            told = [
+            raised = [
                 one
                 for one in self._unraised
                 if (upto is None or one.number <= upto)
                 and (path is None or real_path(one.path) == real_path(path))
             ]
-            for one in told:
+            for one in raised:
                 self._unraised.remove(one)
-        if not told:
+        if not raised:
             return
-        error = told[0].error
-        for other in told[1:]:
+        error = raised[0].error
+        for other in raised[1:]:
             error.add_note(f"another save failed before this was raised: {other.error}")
         raise error
 

@@ -57,7 +57,7 @@ class SaveInFlight:
         number: 1 for the first of a saver.
         path: The target.
         comm: The ranks.
-        started: When it was asked for, by ``time.monotonic``.
+        started: When the save was called, by ``time.monotonic``.
         planned: What the ranks have agreed on.
         submitted: What the worker has; None if ``error`` prevented the submission.
         interrupt: Ctrl-C or the like, to be raised again once the save is in the queue.
@@ -121,8 +121,8 @@ def _report_failure(save: SaveInFlight, error: Exception) -> None:
             return  # the worker had all of it, and the save is committed
     except HubLostError:
         raise
-    except CheckpointingException as told:
-        raise told from error
+    except CheckpointingException as verdict:
+        raise verdict from error
     raise error
 
 
@@ -175,11 +175,11 @@ def _find_result(save: SaveInFlight, error: AsyncSaveError | HubLostError) -> Ba
     patience = _NOTE_SECS if point is None else point.timeout_secs
     try:
         notes = duplicate_communicator(save.comm, save.planned.name, patience, save.given_up)
-        told: BaseException | None = notes.read_note("ended")  # type: ignore[attr-defined]  # of a store
+        result: BaseException | None = notes.read_note("ended")  # type: ignore[attr-defined]  # of a store
     except Exception as trouble:  # noqa: BLE001 - rank 0 or the store is gone
         error.add_note(f"rank 0 did not report how it ended: {trouble}")
         return _decide_by_disk(save, error)
-    return told
+    return result
 
 
 def _decide_by_disk(

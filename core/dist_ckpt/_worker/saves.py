@@ -78,7 +78,7 @@ class WorkerSave:
         self._client: HubClient | None = None
         self._is_given_up = False
         for future in (self.written, self.outcome):
-            future.set_running_or_notify_cancel()  # nobody can cancel what a worker does
+            future.set_running_or_notify_cancel()  # what a worker does cannot be cancelled
 
     # -- staging -----------------------------------------------------------------------------------
 

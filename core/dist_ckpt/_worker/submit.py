@@ -211,13 +211,13 @@ def _all_staged(runs: Sequence[Run], save: WorkerSave) -> None:
 
 
 def _when_copied(runs: Sequence[Run], save: WorkerSave) -> Callable[[BaseException | None], None]:
-    def tell(error: BaseException | None) -> None:
+    def notify(error: BaseException | None) -> None:
         if error is not None:
             save.abandon(error)
         else:
             _all_staged(runs, save)
 
-    return tell
+    return notify
 
 
 def _stream(

@@ -46,7 +46,7 @@ class storage_errors:  # noqa: N801 - used as a function; a generator takes long
         """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raise ours in place of an ``OSError``; what is ours already passes."""
+        """Raise our error in place of an ``OSError``; other errors pass."""
         if not isinstance(error, OSError) or isinstance(error, CheckpointingException):
             return
         told = f"cannot {self._action} {self._path}"

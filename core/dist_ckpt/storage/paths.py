@@ -1,4 +1,4 @@
-"""What stands at a path: whether anything does, of which kind, which file it is, what is in it.
+"""Queries about a path: whether it exists, its kind, its identity, what is in it.
 
 Here: questions that change nothing. Not here: reading files (``storage.local``), changing what is
 there (``storage.trees``, ``storage.commit``). Any rank, any thread; no torch: the process that
@@ -45,7 +45,7 @@ Kind: TypeAlias = Literal["directory", "file", "link", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What tells a file or directory from another one that had the same path before or after."""
+    """Identifies a file or directory, as another one may later have the same path."""
 
     device: int
     inode: int
@@ -55,7 +55,7 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a directory holds under one name; ``nbytes`` is -1 unless asked for, of files."""
+    """One entry of a directory; ``nbytes`` is -1 for directories and without ``with_sizes``."""
 
     name: str
     is_folder: bool
@@ -82,7 +82,7 @@ def exists(path: Path) -> bool:
     """Whether there is a file or directory, or a link to one.
 
     Raises:
-        OSError: That cannot be told.
+        OSError: The system cannot tell.
     """
     return path.exists()
 
@@ -91,7 +91,7 @@ def is_file(path: Path) -> bool:
     """Whether there is a regular file, or a link to one.
 
     Raises:
-        OSError: That cannot be told.
+        OSError: The system cannot tell.
     """
     return path.is_file()
 
@@ -100,7 +100,7 @@ def is_link(path: Path) -> bool:
     """Whether a symbolic link is there.
 
     Raises:
-        OSError: That cannot be told.
+        OSError: The system cannot tell.
     """
     return path.is_symlink()
 
@@ -114,7 +114,7 @@ def is_directory(path: Path) -> bool:
     """Whether a directory is there, or a link to one.
 
     Raises:
-        StorageError: That cannot be told: it is not taken for "no".
+        StorageError: The system cannot tell, which must not be taken for "no".
     """
     with storage_errors("look at", path):
         try:
@@ -140,7 +140,7 @@ def kind_of(path: Path) -> Kind | None:
     """Return what bears the name, no link followed; None if nothing does.
 
     Raises:
-        OSError: That cannot be told.
+        OSError: The system cannot tell.
     """
     if not os.path.lexists(path):
         return None
@@ -156,7 +156,7 @@ def stamp_of(path: Path, *, follow_links: bool = True) -> Stamp:
     """Return which file or directory is there.
 
     Raises:
-        OSError: None is, or that cannot be told.
+        OSError: None is, or the system cannot tell.
     """
     found = path.stat() if follow_links else os.lstat(path)
     return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
@@ -191,7 +191,7 @@ def check_is_shared(directory: Path, rank: int) -> None:
     """Raise if a rank does not see the directory that rank 0 made.
 
     Raises:
-        StorageError: It does not, or that cannot be told.
+        StorageError: It does not, or the system cannot tell.
     """
     if not is_directory(directory):
         raise StorageError(

@@ -85,7 +85,7 @@ def publish_file(store: Store, directory: Path, name: str, data: bytes) -> None:
 
 
 def delete_quietly(store: Store, names: Iterable[str]) -> None:
-    """Remove files that nobody needs; what cannot be removed is logged."""
+    """Remove files that are not needed any more; a failure is only logged."""
     for name in sorted(names):
         try:
             store.delete(name)

@@ -53,7 +53,7 @@ def run_jobs(
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             failed.set()
-            # Leaving the block joins the threads: nobody writes behind the caller's back.
+            # Leaving the block joins the threads: none writes after this call has ended.
             pool.shutdown(wait=False, cancel_futures=True)
     errors = [e for f in done if not f.cancelled() and (e := f.exception()) is not None]
     real = [error for error in errors if not isinstance(error, Cancelled)]

@@ -109,7 +109,7 @@ def remove_temporary(directory: Path) -> None:
 def link_files(source: Path, destination: Path, names: Iterable[str]) -> None:
     """Give files below ``source`` the same names below ``destination`` too, durably.
 
-    The names directly in ``destination`` are left to whoever publishes it.
+    The names directly in ``destination`` are made durable when it is published.
 
     Raises:
         StorageError: One cannot be linked.
