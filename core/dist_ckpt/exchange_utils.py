@@ -22,8 +22,8 @@ from dist_ckpt._comm.tensors import (
     EXCHANGE_ALGOS,
     ShardId,
     exchange_tensors,
+    group_text,
     sort_key,
-    told_group,
 )
 from dist_ckpt._sharding.shard_info import dtype_name
 from dist_ckpt.dict_utils import nested_values
@@ -267,7 +267,7 @@ def determine_main_replica_uniform_distribution(
     if comm.size == 1:
         return None
     return comm.map_reduce(
-        f"sharing out shards in {told_group(parallelization_group)}",
+        f"sharing out shards in {group_text(parallelization_group)}",
         lambda: describe_shards(sharded_state_dict),
         lambda views: build_distribution(views, ignore_groups=ignore_groups),
     )
@@ -298,7 +298,7 @@ def agree_on_cached(
         parallelization_group: The group; None is the default one.
     """
     return group_communicator(parallelization_group).map_reduce(
-        f"comparing cached distributions in {told_group(parallelization_group)}",
+        f"comparing cached distributions in {group_text(parallelization_group)}",
         lambda: None if cached is None else _digest(cached),
         lambda digests: None not in digests and len(set(digests)) == 1,
     )

@@ -42,8 +42,8 @@ __all__ = [
     "can_be_filled",
     "exchange_objects",
     "exchange_tensors",
+    "group_text",
     "sort_key",
-    "told_group",
 ]
 
 EXCHANGE_ALGOS = ("broadcast", "gather_rounds", "gather_object")
@@ -68,7 +68,7 @@ def sort_key(shard: ShardId) -> tuple[str, tuple[int, ...], str]:
     return shard[0], shard[1], str(shard[2])
 
 
-def told_group(group: ProcessGroup | None) -> str:
+def group_text(group: ProcessGroup | None) -> str:
     """Return how a group is named in messages."""
     if group is None or dist.get_world_size(group) == dist.get_world_size():
         return "the default group"
@@ -205,7 +205,7 @@ def exchange_tensors(
         return _offer(have, need, targets, exchange_algo, group if comm.size > 1 else None)
 
     plan = comm.map_reduce(
-        f"agreeing on what moves in {told_group(group)}",
+        f"agreeing on what moves in {group_text(group)}",
         offer,
         lambda offers: _plan(offers, main_ranks, on_host=on_host),
     )
@@ -213,7 +213,7 @@ def exchange_tensors(
         raise NotImplementedError(plan.unknown_algo)
     if plan.items:
         link = _Link(group, comm.rank, comm.size, torch.device(plan.device), have, targets)
-        phase = f"making memory for what moves in {told_group(group)}"
+        phase = f"making memory for what moves in {group_text(group)}"
         agree(comm, phase, attempt(_make_targets, plan, link))
         _move(plan, link, exchange_algo)
     return {**have, **{shard: targets[shard] for shard in need if shard in targets}}
@@ -250,12 +250,12 @@ def exchange_objects(
         files = {s: io.BytesIO(found[s].numpy().tobytes()) for s in need if s not in have}
         return {s: torch.load(file, weights_only=False) for s, file in files.items()}
 
-    if not reduce(comm, f"packing objects in {told_group(group)}", attempt(pack), any):
+    if not reduce(comm, f"packing objects in {group_text(group)}", attempt(pack), any):
         return dict(have)
     found = exchange_tensors(
         packed, dict.fromkeys(need), main_ranks, group, exchange_algo=exchange_algo
     )
-    phase = f"unpacking objects in {told_group(group)}"
+    phase = f"unpacking objects in {group_text(group)}"
     return {**have, **agree(comm, phase, attempt(unpack))}
 
 
@@ -389,7 +389,7 @@ def _make_targets(plan: _Plan, link: _Link) -> None:
 
 def _move(plan: _Plan, link: _Link, algo: str) -> None:
     """Carry out a plan; a failure on any rank is raised on all."""
-    where, broken = told_group(link.group), None
+    where, broken = group_text(link.group), None
     try:
         _ALGORITHMS[algo](plan, link)
     except Exception as error:  # noqa: BLE001 - of the backend, or no memory for a buffer

@@ -316,9 +316,9 @@ class _Step:
     def _reply(self, found: Sequence[_PlanRequest], prepared: Prepared) -> list[_PlanReply]:
         """Use the remembered plan, or make one. Rank 0."""
         requests = [
-            (number, told if isinstance(told, RankView) else None) for number, told in found
+            (number, sent if isinstance(sent, RankView) else None) for number, sent in found
         ]
-        digests = {told.common if isinstance(told, RankView) else told or b"" for _, told in found}
+        digests = {sent.common if isinstance(sent, RankView) else sent or b"" for _, sent in found}
         known = self.planner.known
         if known is not None and not known.views:
             known = None  # this process was not rank 0 when that plan was made
