@@ -28,10 +28,11 @@ from tests.multiprocess._world import run_file
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 TIMEOUT_SECS = 300.0
-FRESH = {"README.md", "accelerate.md", "lightning.md"}
-"""One page of each kind: the core, and either framework.
+FRESH = {"README.md", "accelerate.md"}
+"""One page of the core, and one of a framework.
 
-A fresh program that starts processes is in tests/unit/test_checkpointer.py.
+Fresh programs that start processes are in tests/unit/test_checkpointer.py, those that train with
+Lightning in tests/lightning (``_ctrl_c_job``, ``_preempted_job``).
 """
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,})(?P<info>[^`]*)$")

@@ -51,7 +51,7 @@ HARMLESS = {"common_enum_os", "common_of_300000_keys", "metadata_attributes", "m
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Open everything in two processes with limits; return what became of it, by name."""
+    """Open everything in a process with limits; return what became of it, by name."""
     root = tmp_path_factory.mktemp("hostile")
     paths = {name: root / name for name in KIND}
     for name in GENERATE.STATIC:
@@ -61,37 +61,27 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     names = sorted(paths)
     working = root / "working directory"
     working.mkdir()
-    processes = [_probe(working, i, [paths[name] for name in names[i::2]]) for i in range(2)]
-    found: dict[str, dict[str, Any]] = {}
-    for i, process in enumerate(processes):
-        try:
-            output, _ = process.communicate(timeout=TIMEOUT_SECS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-        lines = [json.loads(line) for line in (working / f"{i}.jsonl").read_text().splitlines()]
-        assert process.returncode == 0, f"{lines[-1]}, then: {output.decode()[-2000:]}"
-        for line in lines:
-            if "done" in line:
-                found[line["done"]] = line["found"]
+    results = working / "results.jsonl"
+    done = subprocess.run(
+        [sys.executable, HERE / "probe.py", results, *(paths[name] for name in names)],
+        cwd=working,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=TIMEOUT_SECS,
+        check=False,
+    )
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert done.returncode == 0, f"{lines[-1]}, then: {done.stdout.decode()[-2000:]}"
+    found = {line["done"]: line["found"] for line in lines if "done" in line}
     left = sorted(one.name for one in working.iterdir())
-    assert left == ["0.jsonl", "1.jsonl"], "code from a checkpoint has run"
+    assert left == ["results.jsonl"], "code from a checkpoint has run"
     for kind in GENERATE.KINDS:
         found[f"honest_{kind}"] = found.pop(kind)
     if os.environ.get("DIST_CKPT_WRITE_VERDICTS"):
         verdicts = {name: _verdict(found[name]) for name in sorted(KIND)}
         VERDICTS.write_text(json.dumps(verdicts, indent=1) + "\n")
     return found
-
-
-def _probe(working: Path, number: int, paths: list[Path]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, HERE / "probe.py", working / f"{number}.jsonl", *paths],
-        cwd=working,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
 
 
 def _verdict(found: dict[str, Any]) -> dict[str, str]:

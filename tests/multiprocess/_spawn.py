@@ -10,12 +10,14 @@ umask and process group are those of the parent. What a cold start alone can sho
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import io
 import os
 import pickle
 import socket
+import sys
 import traceback
 from multiprocessing import context, forkserver, popen_forkserver, resource_tracker, spawn, util
 from multiprocessing.connection import wait
@@ -102,10 +104,12 @@ def _guard(connection: socket.socket) -> NoReturn:
         code = 1
         try:
             code = spawn._main(data, os.dup(data))
+            atexit._run_exitfuncs()
         except BaseException:
             traceback.print_exc()
-        # As the fork server of the standard library: not through the end of an interpreter, which
-        # takes apart all that was imported.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not through the end of the interpreter, which takes apart all that was imported.
         os._exit(code)
     for descriptor in (0, 1, 2, data, stdout, stderr, tracker, *inherited):
         os.close(descriptor)
