@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import signal
+import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -34,6 +38,32 @@ def die_on_one(rank: int, world_size: int) -> int:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return rank
+
+
+def spawned(pipe: Connection, code: int) -> None:
+    atexit.register(print, "left", os.getpid())
+    pipe.send((os.environ["SPAWNED_BY"], str(Path.cwd()), os.getpgrp(), os.umask(0)))
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def spawn_two(rank: int, world_size: int, folder: str) -> list[object]:
+    """Return what spawned processes have of this one, and how they ended."""
+    os.chdir(folder)
+    os.umask(0o27)
+    os.environ["SPAWNED_BY"] = str(rank)
+    mine = (str(rank), folder, os.getpgrp(), 0o27)
+    found: list[object] = []
+    for code in (3, -signal.SIGKILL):
+        ours, theirs = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=spawned, args=(theirs, code))
+        process.start()
+        found.append(ours.recv() == mine)
+        process.join()
+        found.append(process.exitcode)
+    log = Path("/proc/self/fd/1").read_text()
+    return [*found, log.count("left"), f"left {process.pid}" in log]
 
 
 def hang_on_one(rank: int, world_size: int) -> int:
@@ -78,6 +108,13 @@ def test_a_hang_shows_the_stacks() -> None:
     """A rank that does not finish is killed and its stacks are in the report."""
     with pytest.raises(WorldError, match=r"(?s)\[1\] did not finish.*hang_on_one"):
         run_ranks(hang_on_one, 2, timeout_secs=2)
+
+
+def test_spawned_processes_are_as_their_parent(tmp_path: Path) -> None:
+    """In ranks they are forks: with its environment, folder, group, umask and output."""
+    expected = [True, 3, True, -signal.SIGKILL, 1, False]
+
+    assert run_ranks(spawn_two, 2, str(tmp_path)) == [expected] * 2
 
 
 def test_ranks_can_make_their_own_group() -> None:
