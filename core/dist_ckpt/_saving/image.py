@@ -93,16 +93,16 @@ class FileImage:
         self, targets: Sequence[torch.Tensor], shards: LocalShards, *, first: int = 0
     ) -> list[Copy]:
         """Return the copies that fill the payloads of ``shards``, from number ``first`` on."""
-        items = [
-            (file, number, shard)
-            for file in self.files
-            for number, shard in enumerate(file.items.shard.tolist())
-        ]
-        return [
-            Copy(file.view_in(shards, number), target, file.key_of(number))
-            for (file, number, shard), target in zip(items, targets, strict=True)
-            if first <= shard < len(shards)
-        ]
+        found, places = [], iter(targets)
+        for file in self.files:
+            shard_of = file.items.shard.tolist()
+            keys = file.table.key[file.items.shard].tolist()
+            for number, (shard, key) in enumerate(zip(shard_of, keys, strict=True)):
+                target = next(places)
+                if first <= shard < len(shards):
+                    view = file.view_in(shards, number)
+                    found.append(Copy(view, target, file.table.keys[key]))
+        return found
 
     def runs(self) -> list[Run]:
         """Return the image as runs; files alternate, so that they are written concurrently."""

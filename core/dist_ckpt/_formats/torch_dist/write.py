@@ -115,33 +115,35 @@ class _Gathered:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._start, self._used = 0, 0
 
+    @property
+    def end(self) -> int:
+        """Position in the file behind all that was put in."""
+        return self._start + self._used
+
     def has_room(self, nbytes: int) -> bool:
         return self._used + nbytes <= len(self._memory)
 
     def put(self, data: bytes) -> None:
-        ctypes.memmove(self._place_for(len(data)), data, len(data))
+        end = self._used + len(data)
+        self._view[self._used : end] = data  # raises ValueError if it does not fit
+        self._used = end
 
     def put_memory(self, address: int, nbytes: int) -> None:
-        ctypes.memmove(self._place_for(nbytes), address, nbytes)
+        # memmove checks nothing: what does not fit would overwrite somebody else's memory.
+        if not self.has_room(nbytes):
+            raise ValueError(f"{nbytes} bytes do not fit in a buffer of {len(self._memory)}")
+        ctypes.memmove(self._address + self._used, address, nbytes)
+        self._used += nbytes
 
-    def pad_to(self, position: int) -> Iterator[Extent]:
-        """Put zeros up to a position of the file, of any number; yield what fills the memory."""
-        gap = position - self._start - self._used
-        assert gap >= 0  # noqa: S101 - records follow each other
+    def pad(self, gap: int) -> Iterator[Extent]:
+        """Put any number of zeros and yield all that was put in."""
         while gap:
             count = min(gap, len(self._memory) - self._used)
             self.put(bytes(count))
             gap -= count
             if not self.has_room(1):
                 yield from self.taken()
-
-    def _place_for(self, nbytes: int) -> int:
-        # memmove checks nothing: what does not fit would overwrite somebody else's memory.
-        if not self.has_room(nbytes):
-            raise ValueError(f"{nbytes} bytes do not fit in a buffer of {len(self._memory)}")
-        address = self._address + self._used
-        self._used += nbytes
-        return address
+        yield from self.taken()
 
     def taken(self) -> Iterator[Extent]:
         """Yield what was put in, if anything was; the memory is used again after that."""
@@ -180,10 +182,12 @@ def extents_of(
         at[0] = number
         data = shards.data[shard]
         head, nbytes, tail = frame.head, frame.nbytes, frame.tail
-        yield from gathered.pad_to(payload - len(head))
-        if not gathered.has_room(len(head) + min(nbytes, sizes.DIRECT_NBYTES) + len(tail)):
-            yield from gathered.taken()
-        gathered.put(head)
+        gap = payload - len(head) - gathered.end
+        needed = len(head) + min(nbytes, sizes.DIRECT_NBYTES) + len(tail)
+        if not gathered.has_room(gap + needed):
+            yield from gathered.pad(gap)
+            gap = 0
+        gathered.put(bytes(gap) + head)
         if nbytes < sizes.DIRECT_NBYTES and is_whole and data is not None and is_plain_memory(data):
             gathered.put_memory(data.data_ptr(), nbytes)
         else:
