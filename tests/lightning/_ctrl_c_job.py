@@ -19,6 +19,8 @@ from tests.lightning._training import Tiny, every_3_steps, loader
 
 def main(root: str) -> None:
     """Train until rank 0 is interrupted in step 7."""
+    # A shell has what it starts in the background ignore Ctrl-C, and that is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def at_step_6(trainer: L.Trainer) -> None:
         if trainer.global_step == 6:
