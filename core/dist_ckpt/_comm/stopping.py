@@ -119,9 +119,8 @@ class Agreement:
         try:
             self._comm.post_note("asked", signum)
         except Exception:
-            self._counts.on_request(
-                signum
-            )  # this rank was asked itself, and stops also without the others
+            # This rank was asked itself: it stops even if the others cannot be told.
+            self._counts.on_request(signum)
             raise
 
     def _agreed(self) -> int | None:

@@ -122,7 +122,6 @@ def finish(
         _config(planned),
         world_size=len(written),
         include_dir=options.include_dir,
-        dcp_metadata=False,  # if it is wanted, it is among the documents
     )
 
 

@@ -96,21 +96,17 @@ def publish(
     *,
     world_size: int,
     include_dir: Path | None,
-    dcp_metadata: bool,
 ) -> None:
     """Write the documents, the marker last, and rename the attempt into place.
 
     Args:
         attempt: The attempt, complete except for its documents.
-        documents: Those of the format, and the common part.
+        documents: All of them but the manifest and the marker.
         files: All data files with their checksums.
         config: What the marker says.
         world_size: Number of ranks that saved.
         include_dir: Its entries are moved into the checkpoint.
-        dcp_metadata: Whether DCP's own document stands beside our index.
     """
-    if dcp_metadata:
-        documents = with_dcp_metadata(documents)
     if include_dir is not None:
         files = {**files, **move_into(include_dir, attempt.directory)}
     manifest = Manifest(
@@ -226,12 +222,11 @@ class Publication:
             files |= report
         publish(
             self.attempt,
-            self.documents,
+            with_dcp_metadata(self.documents) if self.dcp_metadata else self.documents,
             files,
             self.config,
             world_size=self.world_size,
             include_dir=self.include_dir,
-            dcp_metadata=self.dcp_metadata,
         )
 
     def is_published(self) -> bool:
